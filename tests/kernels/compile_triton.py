@@ -2,6 +2,7 @@
 
     python tests/kernels/compile_triton.py 90 '{"dtype": "bfloat16", "head_dim": 128}' ...
     python tests/kernels/compile_triton.py 0 '{}'    # for AMD
+    python tests/kernels/compile_triton.py 90 --kernels query_kernel,key_kernel '{}'  # some alone
     python tests/kernels/compile_triton.py keys '{"tokens": 1024}' '{"tokens": 1000}'
 
 The backend's own host code runs on CPU tensors with its launches caught, so that what is compiled
@@ -225,10 +226,12 @@ def is_specialized(parameter: Any) -> bool:
     return kind.startswith("i") and not parameter.do_not_specialize
 
 
-def main(capability: int, cases: list[dict[str, Any]]) -> None:
+def main(capability: int, cases: list[dict[str, Any]], kernels: list[str]) -> None:
     seen = set()
     for case in cases:
         for kernel, config, arguments in launches(case, capability):
+            if kernels and kernel.__name__ not in kernels:
+                continue
             made = source(kernel, arguments)
             key = made.hash(), config
             if key not in seen:
@@ -237,5 +240,7 @@ def main(capability: int, cases: list[dict[str, Any]]) -> None:
 
 
 if __name__ == "__main__":
-    told = [json.loads(case) for case in sys.argv[2:]]
-    keys(told) if sys.argv[1] == "keys" else main(int(sys.argv[1]), told)
+    what, *rest = sys.argv[1:]
+    chosen = rest[1].split(",") if rest[:1] == ["--kernels"] else []
+    told = [json.loads(case) for case in rest[2 if chosen else 0 :]]
+    keys(told) if what == "keys" else main(int(what), told, chosen)

@@ -248,6 +248,7 @@ def test_another_head_dim_is_compiled_for():
 
 
 LIST_KERNELS = {"list_forward_kernel", "list_query_kernel", "list_key_kernel"}
+OF_ITEMS = {"list_item_kernel", "list_sum_kernel"}
 
 
 @pytest.mark.slow
@@ -266,14 +267,39 @@ def test_lists_of_keys_spill_no_register_without_extras(capability):
         {**latents, "heads": 32, **extras},
     ]
     made = run(str(capability), *cases)
-    assert {x["kernel"] for x in made} >= {*LIST_KERNELS, "list_distance_kernel"}
+    assert {x["kernel"] for x in made} >= {*LIST_KERNELS, *OF_ITEMS, "list_distance_kernel"}
     for x in made:
         assert x["shared"] <= SHARED_MEMORY[capability], x
         own = x["kernel"].startswith("list_")
         assert not own or x["spilled"] <= (16 if "extras" in x["case"] else 0), x
-        if x["kernel"] in LIST_KERNELS - {"list_key_kernel"}:
+        if x["kernel"] in (LIST_KERNELS | OF_ITEMS) - {"list_key_kernel", "list_sum_kernel"}:
             assert x["mma"] + x["wgmma"] + x["tcgen05"] > 0, x
             assert x["copies"] > 0 or x["case"].get("dtype") == "float32", x
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("capability", [80, 90, 100])
+def test_items_of_lists_spill_no_register(capability):
+    """Sums over many heads, for each width that has its own config.
+
+    With all extras, wide heads of float32 spill a little.
+    """
+    many = {"list": 64, "heads": 32, "kv_heads": 1, "tokens": 64}
+    extras = {"extras": [x for x in EXTRAS if x != "key_mask"], "bias": True, "streams": True}
+    cases = [
+        {**many, "dtype": dtype, "head_dim": width, **options}
+        for dtype, widths in (("bfloat16", (64, 128, 256, 512)), ("float32", (64, 128, 256)))
+        for width in widths
+        for options in ({}, extras)
+    ]
+    made = run(str(capability), "--kernels", "list_item_kernel,list_sum_kernel", *cases)
+    assert {x["kernel"] for x in made} == OF_ITEMS
+    assert sum(x["kernel"] == "list_item_kernel" for x in made) == len(cases)
+    for x in made:
+        assert x["shared"] <= SHARED_MEMORY[capability], x
+        wide = x["case"]["dtype"] == "float32" and x["case"]["head_dim"] == 256
+        assert x["spilled"] <= (72 if wide and "extras" in x["case"] else 0), x
+        assert x["kernel"] != "list_item_kernel" or x["mma"] + x["wgmma"] + x["tcgen05"] > 0, x
 
 
 def test_lengths_of_lists_are_not_compiled_for():
@@ -281,3 +307,6 @@ def test_lengths_of_lists_are_not_compiled_for():
     others = {**first, "tokens": 511}, {**first, "list": 300}, {**first, "scale": 0.3}
     names = [x["kernel"] for x in run("keys", first, *others)]
     assert set(names) == LIST_KERNELS | {"prepare_kernel"} and len(names) == 4
+    names = [x["kernel"] for x in run("keys", *({**x, "heads": 16} for x in (first, *others)))]
+    assert set(names) == {*LIST_KERNELS, *OF_ITEMS, "prepare_kernel"} - {"list_key_kernel"}
+    assert len(names) == 5

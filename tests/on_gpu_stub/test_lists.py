@@ -1,4 +1,7 @@
-"""A call over lists of single keys: a launch for the forward, three for the backward, no wait."""
+"""A call over lists of single keys: a launch for the forward, three or four for the backward.
+
+The host never waits.
+"""
 
 from collections import Counter
 from collections.abc import Callable
@@ -10,9 +13,11 @@ from gpu_stub import capturing, counted, gpu
 from torch import Tensor
 
 import sparsering as sr
+from sparsering.kernels.triton import lists
 
 FORWARD = Counter(list_forward_kernel=1)
 BACKWARD = Counter(prepare_kernel=1, list_query_kernel=1, list_key_kernel=1)
+BY_ITEM = Counter(prepare_kernel=1, list_query_kernel=1, list_item_kernel=1, list_sum_kernel=1)
 
 
 def indices(tokens: int = 512, slots: int = 96, tables: int = 2) -> Tensor:
@@ -20,10 +25,10 @@ def indices(tokens: int = 512, slots: int = 96, tables: int = 2) -> Tensor:
 
 
 def call_of(
-    tokens: int = 512, *, backward: bool = True, width: int = 64, **options: object
+    tokens: int = 512, *, heads: int = 4, backward: bool = True, width: int = 64, **options: object
 ) -> Callable[[], Tensor]:
     """A layer's call, with indices as an indexer has just chosen them."""
-    inputs = learnt(*(rows(h, tokens, width) for h in (4, 2, 2)))
+    inputs = learnt(*(rows(h, tokens, width) for h in (heads, 2, 2)))
     chosen, grad = indices(tokens), torch.zeros_like(inputs[0])
 
     def call() -> Tensor:
@@ -63,12 +68,25 @@ def test_a_window_beside_a_list_waits_for_nothing(hopper):
     assert used["list_distance_kernel"] == 1
 
 
-def test_another_number_of_queries_keys_or_slots_compiles_nothing(hopper):
-    call_of(512)()
+@pytest.mark.parametrize(("heads", "launches"), [(4, 4), (16, 5)])
+def test_another_number_of_queries_keys_or_slots_compiles_nothing(hopper, heads, launches):
+    call_of(512, heads=heads)()
     with counted() as counts:
         for tokens in (300, 700):
-            call_of(tokens)()
-    assert counts.triton == 8 and not counts.compiles and not counts.syncs, counts
+            call_of(tokens, heads=heads)()
+    assert counts.triton == 2 * launches and not counts.compiles and not counts.syncs, counts
+
+
+def test_queries_in_parts_launch_two_kernels_more_for_each(hopper, monkeypatch):
+    apiece = 4 * 2 * 96 * (64 + 64)  # bytes of dK and dV of the keys that a query lists
+    monkeypatch.setattr(lists, "_BYTES_OF_ITEMS", 150 * apiece)
+    call = call_of(heads=16)
+    counts = steady(call, triton=11, torch=100)
+    in_parts = Counter(list_item_kernel=4, list_sum_kernel=4)  # of 128 queries each
+    assert Counter(x.kernel for x in counts.launches) == FORWARD + (BY_ITEM | in_parts)
+    with capturing() as capture:
+        call()
+    assert not capture.surviving()
 
 
 def test_heads_as_wide_as_latents(hopper):
@@ -79,7 +97,8 @@ def test_heads_as_wide_as_latents(hopper):
         pattern = sr.SelectedBlocks(chosen.clone(), 1) & sr.Causal()
         torch.autograd.grad(sr.attention(query, key, key[..., :512], pattern), [query, key], grad)
 
-    steady(call, triton=4, torch=90)
+    counts = steady(call, triton=5, torch=90)
+    assert Counter(x.kernel for x in counts.launches) == FORWARD + BY_ITEM
 
 
 def test_a_call_can_be_captured(hopper):

@@ -1,7 +1,8 @@
 """The Triton kernels over lists of keys: a program gathers the keys that one query lists.
 
 Rows of scores are the query heads that share a list and a kv head; columns are listed keys. For dK
-and dV, the items of all lists are sorted by key, and a program sums over the items of one key. No
+and dV, the items of all lists are sorted by key, and a program sums over the items of one key. If
+many heads share a list, another kernel first sums over the heads of each item, on tensor cores. No
 two programs write the same memory, and sums run in a fixed order.
 
 Head dims above 512 are split into the first 512 channels and a rest, so that 576 is not padded to
@@ -455,6 +456,170 @@ def _store_row(pointer, row, dim, HEAD_DIM: tl.constexpr, RUNNING: tl.constexpr)
     if RUNNING:
         row += tl.load(pointer + dim, mask=dim < HEAD_DIM, other=0.0)
     tl.store(pointer + dim, row.to(pointer.dtype.element_ty), mask=dim < HEAD_DIM)
+
+
+@kernel
+def list_item_kernel(
+    query, key, value, grad_out, keys, place, bias, distance_bias, seed, of_query, of_key, delta,
+    row_lse, of_item,
+    q_batch: tl.int64, q_head: tl.int64, q_token: tl.int64, k_batch: tl.int64, k_head: tl.int64,
+    k_token: tl.int64, v_batch: tl.int64, v_head: tl.int64, v_token: tl.int64, g_batch: tl.int64,
+    g_head: tl.int64, g_token: tl.int64, keys_batch: tl.int64, query_batch: tl.int64,
+    key_batch: tl.int64, key_heads: tl.int64, distance_batch: tl.int64, distance_head: tl.int64,
+    seed_batch: tl.int64, row_head: tl.int64, q_start: tl.int64, q_len: tl.int64, kv_len: tl.int64,
+    slots: tl.int64, first_query: tl.int64, queries: tl.int64,
+    lists: tl.int32, heads: tl.int32, kv_heads: tl.int32, tables: tl.int32, reach: tl.int32,
+    branch: tl.int32, least: tl.int32,
+    scale: tl.float32, cap: tl.float32, kept_scale: tl.float32,
+    ROWS: tl.constexpr, KEYS: tl.constexpr, HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr,
+    REST: tl.constexpr, VALUE_DIM: tl.constexpr, PADDED_VALUE_DIM: tl.constexpr,
+    ALIGN: tl.constexpr, BIASED: tl.constexpr, CAPPED: tl.constexpr, DISTANCES: tl.constexpr,
+    DROPPING: tl.constexpr, PLACED: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    SHARED: tl.constexpr,
+):
+    """Writes dK and dV of each item of some queries' lists, summed over the heads of the list.
+
+    `of_item` [B, kv heads, queries, lists of a kv head, slots, D + Dv] is float32, for the queries
+    from `first_query` on. Slots without a key are not written. Rows of scores are keys here, and
+    columns are heads, so that they can be summed over without a transposition.
+    """
+    program = tl.program_id(0).to(tl.int64)
+    block, in_chunk, batch, of_list, kv_head, table = _query_of(
+        program, (slots + KEYS - 1) // KEYS, queries, lists, heads, kv_heads, tables
+    )
+    row = first_query + in_chunk
+    listed = batch * keys_batch + (table * q_len + row) * slots
+    slot = block.to(tl.int64) * KEYS + tl.arange(0, KEYS)
+    token = tl.load(keys + listed + slot, mask=slot < slots, other=-1).to(tl.int64)
+    if tl.max(token, 0) < 0:
+        return
+    there = token >= 0
+    k_rows = key + batch * elements(k_batch, ALIGN) + kv_head * elements(k_head, ALIGN)
+    k_rows += token * elements(k_token, ALIGN)
+    v_rows = value + batch * elements(v_batch, ALIGN) + kv_head * elements(v_head, ALIGN)
+    v_rows += token * elements(v_token, ALIGN)
+    k = _rows_of(k_rows, there, HEAD_DIM, PADDED_DIM)
+    v = k if SHARED else _rows_of(v_rows, there, VALUE_DIM, PADDED_VALUE_DIM)
+    dk = tl.zeros([KEYS, PADDED_DIM], tl.float32)
+    dv = tl.zeros([KEYS, PADDED_VALUE_DIM], tl.float32)
+    if REST:
+        k_rest = _rest_of(k_rows, there, HEAD_DIM, REST)
+        dk_rest = tl.zeros([KEYS, REST], tl.float32)
+    if DISTANCES or DROPPING:
+        position, depth, stream = _place_of_query(
+            of_query, batch, row, q_start, q_len, query_batch, PLACED
+        )
+        key_position, key_depth = _place_of_key(
+            of_key, batch, kv_head, token, there, kv_len, kv_heads, key_batch, key_heads, PLACED
+        )
+    if DISTANCES:
+        distance = apart(key_depth, depth)[:, None]
+    if DROPPING:
+        word = tl.load(seed + batch * seed_batch + stream)
+    if BIASED:
+        own = tl.load(place + listed + slot, mask=there, other=0)
+    query += batch * elements(q_batch, ALIGN) + row * elements(q_token, ALIGN)
+    grad_out += batch * elements(g_batch, ALIGN) + row * elements(g_token, ALIGN)
+    q_head, g_head = elements(q_head, ALIGN), elements(g_head, ALIGN)
+    group = heads // lists
+    for first in tl.range(0, group, ROWS, num_stages=STAGES):
+        in_group = first + tl.arange(0, ROWS)
+        real = in_group < group
+        head = of_list * group + in_group
+        pairs = there[:, None] & real[None, :]
+        from_row, from_grad = query + head * q_head, grad_out + head * g_head
+        q = _rows_of(from_row, real, HEAD_DIM, PADDED_DIM)
+        do = _rows_of(from_grad, real, VALUE_DIM, PADDED_VALUE_DIM)
+        in_rows = (batch * heads + head) * row_head + row
+        d = tl.load(delta + in_rows, mask=real, other=0.0)
+        sums_to = tl.load(row_lse + in_rows, mask=real, other=float("inf"))
+        score = products(k, q, k_rows, from_row, there, real, HEAD_DIM, PRECISION, 64)
+        if REST:
+            q_rest = _rest_of(from_row, real, HEAD_DIM, REST)
+            if k.dtype != tl.float32:  # `products` reads all of wide float32 rows
+                score = tl.dot(k_rest, tl.trans(q_rest), score, input_precision=PRECISION)
+        if CAPPED:
+            score, slope = capped(score, scale, cap)
+        else:
+            score *= scale
+        if DISTANCES:
+            biases = distance_bias + batch * distance_batch + head * distance_head
+            score += bias_at(biases[None, :], distance, reach, pairs)
+        if BIASED:
+            in_bias = ((batch * heads + head) * q_len + row)[None, :] * slots + own[:, None]
+            score += tl.load(bias + in_bias, mask=pairs, other=0.0)
+        power = tl.where(there[:, None], (score - sums_to[None, :]) * _LOG2_E, float("-inf"))
+        weight = weight_of(power)
+        dweight = products(v, do, v_rows, from_grad, there, real, VALUE_DIM, PRECISION, 64)
+        kept = weight
+        if DROPPING:
+            a, b = words_of(word, head, branch, position)
+            stays = kept_pairs(a[None, :], b[None, :], key_position[:, None], least)
+            kept = tl.where(stays, weight * kept_scale, 0.0)
+            dweight = tl.where(stays, dweight * kept_scale, 0.0)
+        dv = tl.dot(kept.to(do.dtype), do, dv, input_precision=PRECISION)
+        dscore = tl.where(there[:, None], (dweight - d[None, :]) * weight, 0.0)
+        if CAPPED:
+            dscore *= slope
+        dk = tl.dot(dscore.to(q.dtype), q, dk, input_precision=PRECISION)
+        if REST:
+            dk_rest = tl.dot(dscore.to(q.dtype), q_rest, dk_rest, input_precision=PRECISION)
+
+    apiece = lists // kv_heads
+    number = ((batch * kv_heads + kv_head) * queries + in_chunk) * apiece + of_list % apiece
+    to = of_item + (number * slots + slot) * (HEAD_DIM + VALUE_DIM)
+    _store_rows(to, dk * scale, there, 0, HEAD_DIM, PADDED_DIM, False)
+    if REST:
+        _store_rows(to, dk_rest * scale, there, _FIRST, HEAD_DIM, REST, False)
+    _store_rows(to + HEAD_DIM, dv, there, 0, VALUE_DIM, PADDED_VALUE_DIM, False)
+
+
+@kernel
+def list_sum_kernel(
+    of_item, order, start, grad_key, grad_value,
+    order_batch: tl.int64, start_batch: tl.int64, items: tl.int64, kv_len: tl.int64,
+    kv_heads: tl.int32, tables: tl.int32, parts: tl.int32,
+    HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, CHANNELS: tl.constexpr, COUNT: tl.constexpr,
+    RUNNING: tl.constexpr,
+):
+    """Sums dK and dV of the items of one key, for some of the channels of both.
+
+    `order` [B or 1, tables, items] has the items of lists sorted by key, then by query; those of
+    key k are from `start[k]` to `start[k + 1]`. Items are added one by one to the sum before, so
+    that a sum does not depend on how many queries a launch is for. With RUNNING, the sum before is
+    in memory, and keys without items are left alone.
+    """
+    program = tl.program_id(0).to(tl.int64)
+    part = program % parts
+    token = program // parts % kv_len
+    kv_head = program // parts // kv_len % kv_heads
+    batch = program // parts // kv_len // kv_heads
+    table = kv_head * tables // kv_heads
+    starts = start + batch * start_batch + table * (kv_len + 1)
+    first, end = tl.load(starts + token), tl.load(starts + token + 1)
+    if RUNNING & (first >= end):
+        return
+    channel = part * CHANNELS + tl.arange(0, CHANNELS)
+    of_key, of_value = channel < HEAD_DIM, channel >= HEAD_DIM
+    real = channel < HEAD_DIM + VALUE_DIM
+    of_value &= real
+    number = (batch * kv_heads + kv_head) * kv_len + token
+    to_key = grad_key + number * HEAD_DIM + channel
+    to_value = grad_value + number * VALUE_DIM + (channel - HEAD_DIM)
+    total = tl.zeros([CHANNELS], tl.float32)
+    if RUNNING:
+        total = tl.load(to_key, mask=of_key, other=0.0)
+        total += tl.load(to_value, mask=of_value, other=0.0)
+    order += batch * order_batch + table * items
+    of_item += (batch * kv_heads + kv_head) * items * (HEAD_DIM + VALUE_DIM)
+    for begin in range(first, end, COUNT):
+        for i in tl.static_range(COUNT):  # the loads of these rows do not wait for one another
+            there = begin + i < end
+            item = tl.load(order + begin + i, mask=there, other=0)
+            row = of_item + item * (HEAD_DIM + VALUE_DIM) + channel
+            total += tl.load(row, mask=real & there, other=0.0)
+    tl.store(to_key, total.to(grad_key.dtype.element_ty), mask=of_key)
+    tl.store(to_value, total.to(grad_value.dtype.element_ty), mask=of_value)
 
 
 @kernel

@@ -22,6 +22,9 @@ MOST_LIST_DIM = 576
 _FIRST = 512  # channels of a row before its rest (list_kernels.py)
 _SPLITS, _COUNT = 16, 256  # parts of a distance's pairs; numbers that a program adds at a time
 _PAIRS_OF_KEY = 4096  # numbers of query rows in the registers of a program that sums dK
+_BYTES_OF_GROUP = 16  # least bytes of a channel of all heads of a list that sum dK by item
+_BYTES_OF_ITEMS = 256 << 20  # bytes of dK and dV of items that any call may take
+_CHANNELS, _ITEMS = 512, 8  # most channels of a program that sums items; items loaded at a time
 
 
 class DeviceLists(NamedTuple):
@@ -115,49 +118,168 @@ def add_gradients(
     `rows` are delta and lse [B, Hq, Nq] (+inf for rows without keys). The gradient of the distance
     bias is float32 [B, Hq, 2R + 1].
     """
-    from .list_kernels import list_key_kernel, list_query_kernel
+    from .list_kernels import list_query_kernel
 
-    query, key, bias = problem.query, problem.key, problem.block_bias
+    query, bias = problem.query, problem.block_bias
     delta, row_lse = rows
     learns = problem.distance_bias is not None and problem.learns_distances
-    slots = listed.keys.shape[3]
-    of_pairs = (*query.shape[:3], slots)
+    of_pairs = (*query.shape[:3], listed.keys.shape[3])
     grad_bias = None if bias is None else bias.new_zeros(of_pairs, dtype=torch.float32)
     grad_score = query.new_empty(of_pairs, dtype=torch.float32) if learns else None
-    order, start = _sorted_by(listed.keys, key.shape[2])
     tensors = {
         **_tensors(problem, listed), "grad_out": grad_out, "delta": delta, "row_lse": row_lse,
-        "grad_query": to.query, "grad_key": to.key, "grad_value": to.value,
+        "grad_query": to.query,
         "grad_bias": row_lse if grad_bias is None else grad_bias,
         "grad_score": row_lse if grad_score is None else grad_score,
-        "order": order, "start": start,
     }  # fmt: skip
 
     def build() -> list[Launch]:
-        config, fixed = _config(problem, listed), _fixed(problem, listed)
-        fixed |= {
-            **strides(q=query, k=key, v=problem.value, g=grad_out),
-            "row_head": delta.stride(1), "RUNNING": to.running, "LEARNS_DISTANCES": learns,
+        config, fixed = _config(problem, listed), _fixed_backward(problem, listed, tensors)
+        fixed |= {"RUNNING": to.running, "LEARNS_DISTANCES": learns}
+        fixed |= _shape(problem, listed, config)
+        programs = fixed["parts"] * listed.heads * len(query) * query.shape[2]
+        return [Launch(list_query_kernel, programs, config, fixed)]
+
+    kind = "dq", to.running, learns, *_kind(problem, listed, to.query, grad_out)
+    numbers = _numbers(problem, listed)
+    launch(kept(kind, build, query.device), tensors | numbers, query.device)
+    group, width = query.shape[1] // listed.heads, max(query.shape[3], problem.value.shape[3])
+    of_keys = _by_item if sums_heads_first(group, width, query.dtype) else _by_key
+    of_keys(problem, listed, tensors, to)
+    return grad_bias, None if grad_score is None else _by_distance(problem, listed, grad_score)
+
+
+def _fixed_backward(
+    problem: Problem, listed: DeviceLists, tensors: dict[str, Tensor]
+) -> dict[str, Any]:
+    """Returns `_fixed`, with the strides of the tensors that a backward kernel reads."""
+    inputs = {"q": problem.query, "k": problem.key, "v": problem.value, "g": tensors["grad_out"]}
+    row_head = tensors["delta"].stride(1)
+    return {**_fixed(problem, listed), **strides(**inputs), "row_head": row_head}
+
+
+def _by_key(
+    problem: Problem, listed: DeviceLists, tensors: dict[str, Tensor], to: ListGradients
+) -> None:
+    """Writes dK and dV by a program for each key, which reads the heads of all its items."""
+    from .list_kernels import list_key_kernel
+
+    key = problem.key
+    order, start = _sorted_by(listed.keys, key.shape[2])
+
+    def build() -> list[Launch]:
+        width = max(padded(problem.query), padded(problem.value))
+        config = Config(rows=max(1, min(32, _PAIRS_OF_KEY // width)), streamed=0, warps=4, stages=2)
+        fixed = _fixed_backward(problem, listed, tensors)
+        fixed |= {"RUNNING": to.running, "ROWS": config.rows}
+        return [Launch(list_key_kernel, len(key) * key.shape[1] * key.shape[2], config, fixed)]
+
+    kind = "by key", to.running, key.shape[2], *_kind(problem, listed, to.key, tensors["grad_out"])
+    sums = {"order": order, "start": start, "grad_key": to.key, "grad_value": to.value}
+    numbers = _numbers(problem, listed) | _strides_of(order, start)
+    launch(kept(kind, build, key.device), tensors | sums | numbers, key.device)
+
+
+def sums_heads_first(group: int, head_dim: int, dtype: torch.dtype) -> bool:
+    """Whether dK and dV are summed over the `group` heads of a list first, item by item.
+
+    An item then writes and reads 8 bytes of each channel, where a program for each key reads the
+    channel of all heads. Products of float32 leave no registers for heads wider than 256.
+    """
+    fits = dtype.itemsize < 4 or head_dim <= 256
+    return fits and group * dtype.itemsize >= _BYTES_OF_GROUP
+
+
+def queries_at_a_time(q_len: int, query_bytes: int, item_bytes: int) -> int:
+    """Returns for how many queries the items' dK and dV, in float32, are in memory at a time.
+
+    They take at most 256 MB, or as much as the query tensor if that is more, but at least those of
+    a query. `item_bytes` are those of one query. Parts of a call are of nearly equal length.
+    """
+    most = max(1, max(_BYTES_OF_ITEMS, query_bytes) // max(1, item_bytes))
+    parts = -(-q_len // most)
+    return -(-q_len // parts) if parts else 1
+
+
+def _by_item(
+    problem: Problem, listed: DeviceLists, tensors: dict[str, Tensor], to: ListGradients
+) -> None:
+    """Writes dK and dV, for some queries at a time: first of each listed key, then their sums."""
+    query, key, slots = problem.query, problem.key, listed.keys.shape[3]
+    q_len, width = query.shape[2], query.shape[3] + problem.value.shape[3]
+    item_bytes = 4 * len(query) * listed.heads * slots * width
+    most = queries_at_a_time(q_len, query.nbytes, item_bytes)
+    sums = to
+    if most < q_len and to.key.dtype != torch.float32:
+        of_key, of_value = (x.new_empty(x.shape, dtype=torch.float32) for x in to[1:3])
+        sums = to._replace(key=of_key, value=of_value)
+    shape = len(query), key.shape[1], most, listed.heads // key.shape[1], slots, width
+    tensors |= {
+        "of_item": query.new_empty(shape, dtype=torch.float32),
+        "grad_key": sums.key,
+        "grad_value": sums.value,
+    }
+    for first in range(0, max(1, q_len), most):
+        queries = slice(first, min(first + most, q_len))
+        _add_items(problem, listed, tensors, queries, running=to.running or first > 0)
+    if sums is not to:
+        to.key.copy_(sums.key)
+        to.value.copy_(sums.value)
+
+
+def _add_items(
+    problem: Problem,
+    listed: DeviceLists,
+    tensors: dict[str, Tensor],
+    of_queries: slice,
+    *,
+    running: bool,
+) -> None:
+    """Computes dK and dV of the items of some queries, and sums them by key."""
+    from .list_kernels import list_item_kernel, list_sum_kernel
+
+    key, slots, keys = problem.key, listed.keys.shape[3], listed.keys[:, :, of_queries]
+    queries, (batch, kv_heads, kv_len, head_dim) = keys.shape[2], key.shape
+    if listed.heads > kv_heads:  # the lists of a kv head stand side by side, as one
+        keys = keys.unflatten(1, (kv_heads, -1)).transpose(2, 3).flatten(3)
+    order, start = _sorted_by(keys, kv_len)
+    value_dim = problem.value.shape[3]
+
+    def build() -> list[Launch]:
+        config = _config_of_items(problem, listed)
+        fixed = _fixed_backward(problem, listed, tensors)
+        fixed |= {"ROWS": config.rows, "KEYS": config.streamed, "STAGES": config.stages}
+        blocks = -(-slots // config.streamed)
+        channels = min(_CHANNELS, power_of_2(max(32, head_dim + value_dim)))
+        by_key = Config(rows=1, streamed=_ITEMS, warps=max(1, channels // 128), stages=2)
+        sums = {
+            "kv_heads": kv_heads, "tables": order.shape[1],
+            "parts": -(-(head_dim + value_dim) // channels), "HEAD_DIM": head_dim,
+            "VALUE_DIM": value_dim, "CHANNELS": channels, "COUNT": _ITEMS, "RUNNING": running,
         }  # fmt: skip
-        by_query = fixed | _shape(problem, listed, config)
-        programs = by_query["parts"] * listed.heads * len(query) * query.shape[2]
-        width = max(padded(query), padded(problem.value))
-        of_key = Config(rows=max(1, min(32, _PAIRS_OF_KEY // width)), streamed=0, warps=4, stages=2)
-        by_key = fixed | {"ROWS": of_key.rows}
+        programs = blocks * queries * listed.heads * batch, batch * kv_heads * kv_len
         return [
-            Launch(list_query_kernel, programs, config, by_query),
-            Launch(list_key_kernel, len(key) * key.shape[1] * key.shape[2], of_key, by_key),
+            Launch(list_item_kernel, programs[0], config, fixed),
+            Launch(list_sum_kernel, programs[1] * sums["parts"], by_key, sums),
         ]
 
-    kind = "backward", to.running, learns, key.shape[2], *_kind(problem, listed, to.query, grad_out)
-    several = len(listed.keys) > 1
-    numbers = {
+    kind = (
+        "by item", running, queries, -(-slots // 16), kv_len,
+        *_kind(problem, listed, *(tensors[x] for x in ("grad_key", "grad_value", "grad_out"))),
+    )  # fmt: skip
+    of_call = {**tensors, "order": order, "start": start, **_numbers(problem, listed)}
+    of_call |= _strides_of(order, start)
+    of_call |= {"first_query": of_queries.start, "queries": queries, "items": order.shape[2]}
+    launch(kept(kind, build, key.device), of_call, key.device)
+
+
+def _strides_of(order: Tensor, start: Tensor) -> dict[str, int]:
+    """Returns the strides between batch entries of what `_sorted_by` returned, by name."""
+    several = len(order) > 1
+    return {
         "order_batch": order.stride(0) if several else 0,
         "start_batch": start.stride(0) if several else 0,
-        **_numbers(problem, listed),
     }
-    launch(kept(kind, build, query.device), tensors | numbers, query.device)
-    return grad_bias, None if grad_score is None else _by_distance(problem, listed, grad_score)
 
 
 def _by_distance(problem: Problem, listed: DeviceLists, grad_score: Tensor) -> Tensor:
@@ -183,8 +305,7 @@ def _by_distance(problem: Problem, listed: DeviceLists, grad_score: Tensor) -> T
     order, start = _sorted_by(distance.int(), size)
     new = grad_score.new_empty(len(problem.query), heads, size, _SPLITS)
     named = {
-        "order_batch": order.stride(0) if len(order) > 1 else 0,
-        "start_batch": start.stride(0) if len(order) > 1 else 0,
+        **_strides_of(order, start),
         "entries": order.shape[2], "lists": listed.heads, "heads": heads, "size": size,
         "splits": _SPLITS, "COUNT": _COUNT,
     }  # fmt: skip
@@ -332,8 +453,7 @@ def _config(problem: Problem, listed: DeviceLists) -> Config:
             (32, 32, 8, 2),
         )[size]
     device = problem.query.device
-    extras = problem.block_bias, problem.distance_bias, problem.softcap, problem.dropout_p
-    adds = any(x is not None for x in extras)  # extras take registers, too
+    adds = _has_extras(problem)
     if not single and size == 3 and (generation(device) == 80 or adds):
         keys = 16
     rows = min(rows, max(16, power_of_2(group)))
@@ -348,12 +468,50 @@ def _config(problem: Problem, listed: DeviceLists) -> Config:
     return chosen
 
 
-def _shared_bytes(problem: Problem, config: Config, adds: bool) -> int:
-    """Returns an upper bound of the shared memory that a program of a list kernel takes."""
+def _config_of_items(problem: Problem, listed: DeviceLists) -> Config:
+    """Chooses heads per step (rows), keys of a program (streamed), warps and stages."""
+    query, device = problem.query, problem.query.device
+    width, single = max(query.shape[3], problem.value.shape[3]), query.dtype == torch.float32
+    size = sum(width > most for most in (64, 128, 256))
+    if single:
+        rows, keys, warps = ((16, 32, 4), (16, 16, 8), (16, 16, 8), (16, 16, 8))[size]
+    else:
+        rows, keys, warps = ((32, 64, 4), (32, 64, 8), (32, 32, 8), (32, 16, 8))[size]
+    if _has_extras(problem):
+        keys = min(keys, 32)
+    rows = min(rows, max(16, power_of_2(query.shape[1] // listed.heads)))
+    keys = min(keys, _most_keys(problem, listed))
+    chosen = Config(rows=rows, streamed=keys, warps=warps, stages=2)
+    if _shared_bytes_of_items(problem, chosen) > shared_memory(device):
+        chosen = chosen._replace(rows=16)
+    return chosen
+
+
+def _has_extras(problem: Problem) -> bool:
+    """Whether options of the call change scores or weights, which takes registers, too."""
+    extras = problem.block_bias, problem.distance_bias, problem.softcap, problem.dropout_p
+    return any(x is not None for x in extras)
+
+
+def _shared_bytes_of_items(problem: Problem, config: Config) -> int:
+    """Returns an upper bound of the shared memory that a program of `list_item_kernel` takes."""
+    steps = config.stages - (generation(problem.query.device) == 80)
+    tokens, pairs = config.streamed + steps * config.rows, config.rows * config.streamed
+    numbers = tokens * _padded_width(problem) + 2 * pairs  # weights and gradients of scores
+    return numbers * problem.query.element_size() + 12 * pairs * _has_extras(problem)
+
+
+def _padded_width(problem: Problem) -> int:
+    """Returns the channels of a key and its value together, as kernels compute with them."""
     width = padded(problem.query)
     if problem.query.shape[3] > _FIRST:
         width = _FIRST + max(16, power_of_2(problem.query.shape[3] - _FIRST))
-    width += padded(problem.value)
+    return width + padded(problem.value)
+
+
+def _shared_bytes(problem: Problem, config: Config, adds: bool) -> int:
+    """Returns an upper bound of the shared memory that a program of a list kernel takes."""
+    width = _padded_width(problem)
     tokens = config.rows + (config.stages - 1) * config.streamed
     pairs = config.rows * config.streamed  # weights; extras stand beside them in float32
     return (tokens * width + pairs) * problem.query.element_size() + 12 * pairs * adds

@@ -20,14 +20,19 @@ _ADDEND_B = tl.constexpr(ADDENDS[1] % 2**32)
 
 
 @triton.jit
-def products(x, y, x_rows, y_rows, x_real, y_real, HEAD_DIM: tl.constexpr, PRECISION: tl.constexpr):
-    """Returns `x @ y.T` for rows x and y; it splits wide float32 rows into parts of the channels.
+def products(
+    x, y, x_rows, y_rows, x_real, y_real, HEAD_DIM: tl.constexpr, PRECISION: tl.constexpr,
+    WHOLE: tl.constexpr = 256,
+):
+    """Returns `x @ y.T` for rows x and y.
+
+    It splits float32 rows of more than WHOLE channels into parts of the channels.
 
     Both operands are then in registers, where 512 channels of each row do not fit. The parts are
     read again from `x_rows` and `y_rows`, which point to the first channels of the rows that are
     `real`.
     """
-    if x.dtype != tl.float32 or HEAD_DIM <= 256:
+    if x.dtype != tl.float32 or HEAD_DIM <= WHOLE:
         return tl.dot(x, tl.trans(y), input_precision=PRECISION)
     else:
         score = tl.zeros([x.shape[0], y.shape[0]], tl.float32)
