@@ -78,6 +78,7 @@ class Counts:
     bitmap_bytes: int  # bytes of bitmaps alone, which kernels also store transposed
     listed_pairs: float = 0.0  # those of `pairs` that are in lists of keys, not in blocks
     list_bytes: int = 0  # bytes of lists of keys, which each call makes
+    list_shapes: tuple[tuple[int, ...], ...] = ()  # of each list: batches, tables, queries, slots
     known: str = "arithmetic"  # or "extrapolated from some query tiles"
 
     @property
@@ -124,6 +125,7 @@ def counts_of(
                 pairs=rest.pairs + pairs,
                 listed_pairs=pairs,
                 list_bytes=sum(x.keys.nbytes for x in listed),
+                list_shapes=tuple(tuple(x.keys.shape) for x in listed),
             )
         if not selections_of(pattern):
             # shared by both calls of `_sampled`, since building tiles takes longest

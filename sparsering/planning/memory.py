@@ -12,6 +12,7 @@ from ..ground.numerics import sum_dtype
 from ..kernels.cpu.build import build_failure, library
 from ..kernels.cpu.call import is_walked_shape, takes_whole_heads
 from ..kernels.gather import set_workspace
+from ..kernels.triton.lists import queries_at_a_time, sums_heads_first
 from ..patterns.algebra import Frame
 from .counts import Counts, PassCounts
 
@@ -131,16 +132,42 @@ def gather_memory(counts: Counts, call: CallSizes, backward: bool) -> Memory:
 
 
 def triton_memory(counts: Counts, call: CallSizes, backward: bool) -> Memory:
-    """Predicts the bytes of a call of the GPU kernels; several passes are added up in float32."""
+    """Predicts the bytes of a call of the GPU kernels.
+
+    Several passes, and lists of keys beside them, are added up in float32.
+    """
     sizes = tensors_of(counts.frame, call)
     layout = counts.layout_bytes
     walks = int(sum(p.num_tables * (16 * p.entries + 20 * p.query_tiles) for p in counts.passes))
-    forward = 2 * sizes.out if call.dtype.itemsize < 4 and len(counts.passes) > 1 else 0
+    several = len(counts.passes) + len(counts.list_shapes) > 1
+    forward = 2 * sizes.out if call.dtype.itemsize < 4 and several else 0
+    forward += counts.list_bytes
     if not backward:
         return sizes.memory(forward, layout + walks)
     layout += int(sum(4 * p.num_tables * (2 * p.entries + p.key_tiles) for p in counts.passes))
-    sums = 4 // call.dtype.itemsize * sizes.inputs if len(counts.passes) > 1 else 0
-    return sizes.memory(forward, layout + 2 * walks, 3 * sizes.lse + sums)
+    sums = 4 // call.dtype.itemsize * sizes.inputs if several else 0
+    items = max((items_memory(counts.frame, call, x) for x in counts.list_shapes), default=0)
+    return sizes.memory(
+        forward, layout + 2 * walks, 3 * sizes.lse + sums + counts.list_bytes + items
+    )
+
+
+def items_memory(frame: Frame, call: CallSizes, shape: tuple[int, ...]) -> int:
+    """Returns the bytes by which the GPU kernels sum dK and dV over lists of one shape.
+
+    They are the items sorted by key, and where many heads share a list, the items' dK and dV in
+    float32, for some queries at a time.
+    """
+    batches, tables, queries, slots = shape
+    batch, lists = call.batch_size, max(tables, frame.num_kv_heads)
+    if not sums_heads_first(frame.num_heads // lists, call.head_dim, call.dtype):
+        return 12 * batches * tables * queries * slots  # an int32 key and an int64 index of each
+    query = batch * frame.num_heads * queries * call.head_dim * call.dtype.itemsize
+    of_query = 8 * batch * lists * slots * call.head_dim
+    most = queries_at_a_time(queries, query, of_query)
+    sums = 8 * batch * frame.num_kv_heads * frame.kv_len * call.head_dim
+    in_parts = most < queries and call.dtype.itemsize < 4
+    return most * (of_query + 12 * batches * tables * slots) + sums * in_parts
 
 
 MEMORY = {"cpu": cpu_memory, "gather": gather_memory, "triton": triton_memory}

@@ -101,9 +101,11 @@ CHOSEN = sr.SelectedBlocks(LISTED, 1)
 LISTS = {"lists": CHOSEN, "lists beside a window": CHOSEN | sr.SlidingWindow(9)}
 
 
+@pytest.mark.parametrize("by_item", [False, True])
 @pytest.mark.parametrize("name", slow_except(["lists"], LISTS))
-def test_a_row_over_a_list_has_its_bits_in_any_company(name):
+def test_a_row_over_a_list_has_its_bits_in_any_company(name, by_item, monkeypatch):
     """A step of a kernel has 32 of the 36 slots, whatever the number of queries."""
+    monkeypatch.setattr("sparsering.kernels.triton.lists._BYTES_OF_GROUP", 1 if by_item else 999)
     pattern, (query, key, value) = LISTS[name] & sr.Causal(), drawn(n=40)
     with sr.batch_invariant():
         whole = results((query, key, value), pattern)

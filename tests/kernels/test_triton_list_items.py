@@ -16,6 +16,9 @@ from torch import Tensor
 import sparsering as sr
 from sparsering.kernels.triton import lists as list_launches
 from sparsering.kernels.triton.lists import queries_at_a_time, sums_heads_first
+from sparsering.patterns.algebra import Frame
+from sparsering.planning import memory
+from sparsering.planning.memory import CallSizes
 
 
 @pytest.fixture(autouse=True)
@@ -148,6 +151,32 @@ def test_a_key_that_no_query_lists_has_gradients_of_zero():
     table[table == 5] = 4
     _, key, value = gradients(inputs(case, torch.float16), sr.SelectedBlocks(table, 1))
     assert not key[:, :, 5].any() and not value[:, :, 5].any() and key.any()
+
+
+@pytest.mark.parametrize("tables", [1, 4])
+def test_plans_announce_the_memory_of_items(tables, monkeypatch):
+    case = Case(2, 4, 2, 9, 9, 16, 16)
+    pattern = sr.SelectedBlocks(listed(case, 12, tables), 1)
+    monkeypatch.setattr(list_launches, "_BYTES_OF_ITEMS", 0)
+    monkeypatch.setattr(memory, "sums_heads_first", lambda *_: True)
+    found, empty = [], Tensor.new_empty
+
+    def noted(x: Tensor, *shape: Any, **options: Any) -> Tensor:
+        new = empty(x, *shape, **options)
+        found.extend([new] if new.numel() else [])  # the interpreter makes empty ones for itself
+        return new
+
+    monkeypatch.setattr(Tensor, "new_empty", noted)
+    gradients(inputs(case, torch.float16), pattern)
+    of_items = [x for x in found if x.dim() == 6]
+    sums = [x for x in found if x.shape == (2, 2, 9, 16) and x.dtype == torch.float32]
+    (of_item,) = of_items
+    assert of_item.shape[2] < 9 and len(sums) == 2
+    told = memory.items_memory(
+        Frame.build(9, 9, 4, 2, 0), CallSizes(2, 16, torch.float16), (1, tables, 9, 12)
+    )
+    order = 12 * tables * of_item.shape[2] * 12
+    assert told == of_item.nbytes + sums[0].nbytes + sums[1].nbytes + order
 
 
 def test_which_groups_are_summed_first():
