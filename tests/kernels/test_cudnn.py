@@ -325,18 +325,22 @@ def test_patterns_of_many_intervals_run_as_whole_blocks():
 
 def test_gradients_that_declared_masks_lack_are_refused():
     unlike = [x.requires_grad_() for x in narrow(20, 20, dims=(32, 16))]
+    wide = [x.requires_grad_() for x in narrow(20, 20, 2, dims=(64, 104))]
     widest = [x.requires_grad_() for x in narrow(20, 20, dims=(256, 256))]
     with installed(9, declared=True):
-        with pytest.raises(
-            NotImplementedError, match="on Hopper it has gradients of grouped heads"
+        for given, told in (
+            (unlike, "grouped heads of head dims 32 and 16"),
+            (wide, "head dims 64 and 104"),
         ):
-            sr.attention(*unlike, sr.Causal(), backend="cudnn")
-        with torch.no_grad():
-            sr.attention(*unlike, sr.Causal(), backend="cudnn")
+            with pytest.raises(NotImplementedError, match=f"on Hopper .* no gradients for {told};"):
+                sr.attention(*given, sr.Causal(), backend="cudnn")
+            with torch.no_grad():
+                sr.attention(*given, sr.Causal(), backend="cudnn")
         out, lse = sr.attention(*widest, sr.Causal(), backend="cudnn", return_lse=True)
         torch.autograd.grad(out.sum() + lse.sum().to(out.dtype), widest)
     with installed(10, declared=True):
-        sr.attention(*unlike, sr.Causal(), backend="cudnn").sum().backward()
+        for given in (unlike, wide):
+            sr.attention(*given, sr.Causal(), backend="cudnn").sum().backward()
         out, lse = sr.attention(*widest, sr.Causal(), backend="cudnn", return_lse=True)
         torch.autograd.grad(out.sum(), widest)
         out, lse = sr.attention(*widest, sr.Causal(), backend="cudnn", return_lse=True)

@@ -147,7 +147,9 @@ class _Flex:
         assert all(x is None for x in given) and type(build_backward) is bool
         self._check(q, k, v)
         (batch, q_len, heads, dim), (_, kv_len, kv_heads, value_dim) = q.shape, v.shape
-        if build_backward and self.arch == 90 and heads > kv_heads and dim != value_dim:
+        grouped = heads > kv_heads and dim != value_dim
+        too_large = dim in (56, 64) and 104 <= value_dim <= 128
+        if build_backward and self.arch == 90 and (grouped or too_large):
             raise NotImplementedError("SM90 arbitrary backward only supports signatures ...")
         assert mask_func.dtype == torch.int32 and mask_func.is_contiguous()
         assert mask_func.shape[0] in (1, heads) and mask_func.shape[1] % 2 == 1

@@ -67,10 +67,10 @@ def attend(
 
     learns = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))
     dims = query.shape[3], value.shape[3]
-    if learns and capability[0] == _HOPPER and dims[0] != dims[1] and query.shape[1] > key.shape[1]:
+    if learns and capability[0] == _HOPPER and (fault := _gradient_fault(query, key, value)):
         raise NotImplementedError(
-            "cudnn: on Hopper it has gradients of grouped heads for equal head dims, got "
-            f"{dims[0]} and {dims[1]}; call it under torch.no_grad(), or leave out backend="
+            f"cudnn: on Hopper it has no gradients for {fault}; call it under torch.no_grad(), or "
+            "leave out backend="
         )
     multiple = 128 if dims == (256, 256) else 16
     tensors = [aligned(x.transpose(1, 2), multiple) for x in (query, key, value)]  # [B, N, H, D]
@@ -88,6 +88,16 @@ def attend(
             lse = without_gradient(lse, _NO_LSE_GRADIENT)
     out = out.transpose(1, 2)  # [B, Hq, Nq, Dv]
     return (out, lse) if plan.empty is None else without_rows(out, lse, plan.empty)
+
+
+def _gradient_fault(query: Tensor, key: Tensor, value: Tensor) -> str:
+    """Returns for which of a call's head dims Hopper has no gradients, or "" if it has them."""
+    dim, value_dim = query.shape[3], value.shape[3]
+    if dim != value_dim and query.shape[1] > key.shape[1]:
+        return f"grouped heads of head dims {dim} and {value_dim}"
+    if dim in (56, 64) and 104 <= value_dim <= 128:  # the tiles exceed its shared memory
+        return f"head dims {dim} and {value_dim}"
+    return ""
 
 
 _NO_LSE_GRADIENT = (
