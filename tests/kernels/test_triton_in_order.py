@@ -101,7 +101,7 @@ CHOSEN = sr.SelectedBlocks(LISTED, 1)
 LISTS = {"lists": CHOSEN, "lists beside a window": CHOSEN | sr.SlidingWindow(9)}
 
 
-@pytest.mark.parametrize("by_item", [False, True])
+@pytest.mark.parametrize("by_item", [False, True], ids=["by key", "by item"])
 @pytest.mark.parametrize("name", slow_except(["lists"], LISTS))
 def test_a_row_over_a_list_has_its_bits_in_any_company(name, by_item, monkeypatch):
     """A step of a kernel has 32 of the 36 slots, whatever the number of queries."""
