@@ -229,7 +229,8 @@ LISTS: dict[str, Callable[[], sr.Pattern]] = {
 }
 
 LIST_OPTIONS: dict[str, Callable[[], dict[str, Any]]] = {
-    **{name: x for name, x in EXTRAS.items() if name != "block bias"},
+    # over lists there is a slot bias instead of a block bias, and no coordinate bias
+    **{name: x for name, x in EXTRAS.items() if name not in ("block bias", "coordinate bias")},
     "slot bias": lambda: {"slot_bias": torch.zeros(1, 2, 300, 70, device="cuda")},
 }
 
@@ -276,11 +277,8 @@ def test_options_of_lists(capability, name):
 def test_all_options_of_lists_together(capability, name):
     given = {"alone": ["slot bias"], "beside a window": []}[name]
     with gpu(capability):
-        extras = {
-            k: x for f in EXTRAS.values() if f is not EXTRAS["block bias"] for k, x in f().items()
-        }
-        for option in given:
-            extras |= LIST_OPTIONS[option]()
+        options = [f for name, f in LIST_OPTIONS.items() if name != "slot bias" or name in given]
+        extras = {name: x for f in options for name, x in f().items()}
         valid = sr.KeyMask(torch.arange(300, device="cuda") < 280)
         pattern = LISTS[name]() & valid
         run_lists(pattern, inputs(width=128), most=16, torch_ops=300, **extras)
