@@ -44,7 +44,7 @@ _PARTS = 1024  # ranges of keys that `check_not_dense` looks at
 
 _SAMPLE = 2048  # queries whose tiles are counted to choose a block size
 _LEAST_KEYS = 128  # a shorter sequence has too few tiles for a choice to matter
-_MOST_KEYS = 2048  # with more keys per query, smaller tiles save little
+_MOST_KEYS = 2048  # with more keys per query, smaller tiles save little, unless a mask has blocks
 
 # The default block size counts pairs in a sample of the layout; constants were measured on CPUs.
 # Smaller tiles cost more per pair, but contain fewer pairs outside the pattern. `_SMALLER` lists
@@ -52,6 +52,8 @@ _MOST_KEYS = 2048  # with more keys per query, smaller tiles save little
 # tiles of the next larger size.
 _LARGEST = 128
 _SMALLER = ((64, 0.92), (32, 0.6))
+_SMALLER_OF_BLOCKS = ((64, 0.95), (32, 0.85), (16, 0.6))  # tiles of whole blocks have no bitmaps
+_LARGE_BLOCKS = 64  # tokens; tiles of several such blocks are not faster
 
 
 @dataclass(frozen=True)
@@ -191,39 +193,49 @@ def default_block_size(pattern: Pattern, kv_len: int) -> int:
 
 @one_thread()
 def chosen_block_size(pattern: Pattern, frame: Frame, device: torch.device) -> int:
-    """Returns the default tokens per tile, as `default_block_size`; on a CPU, it may choose fewer.
+    """Returns the default tokens per tile: on a CPU by the pairs in tiles, or `default_block_size`.
 
-    A sparse pattern then has fewer pairs outside the pattern in its tiles. Cost: counts pairs in
-    the tiles of some thousand queries, once per `typical` pattern and length.
+    A sparse pattern gets smaller tiles if they have far fewer pairs outside the pattern. A pattern
+    of small blocks gets tiles of several blocks if they have few more. Cost: counts pairs in the
+    tiles of some thousand queries, once per `typical` pattern and length.
     """
     size = default_block_size(pattern, frame.kv_len)
-    if device.type != "cpu" or size != _LARGEST or frame.q_len <= 1 or frame.kv_len < _LEAST_KEYS:
+    if device.type != "cpu" or frame.q_len <= 1 or frame.kv_len < _LEAST_KEYS:
         return size
     rest, _ = without_key_masks(pattern)
-    blockwise = any(isinstance(mask, BlockwiseMask) for mask in joined_masks(rest))
-    if blockwise or rest.tensors or rest.restarts is not None or not frame.num_heads:
+    blocks = [mask.block_size for mask in joined_masks(rest) if isinstance(mask, BlockwiseMask)]
+    least = min(blocks, default=_LARGEST)
+    in_blocks = size == least < _LARGE_BLOCKS and _LARGEST % size == 0
+    if (size != _LARGEST or blocks) and not in_blocks:
+        return size
+    if rest.tensors or rest.restarts is not None or not frame.num_heads:
         return size
     check_fits(rest, frame)
-    return _by_density(*typical(rest, frame))
+    return _by_density(*typical(rest, frame), size if in_blocks else None)
 
 
 @lru_cache(256)
-def _by_density(pattern: Pattern, frame: Frame) -> int:
-    """Chooses 128, 64 or 32 tokens per tile: fewer if smaller tiles contain far fewer pairs.
+def _by_density(pattern: Pattern, frame: Frame, block: int | None) -> int:
+    """Chooses 128, 64, 32 or 16 tokens per tile: fewer if smaller tiles contain far fewer pairs.
 
     It compiles a sample of queries from the middle of the sequence with each size (see `_SMALLER`).
+    `block` is the size of the pattern's blocks, below which no tiles are smaller, or None.
     """
     steps = (grid.step for branch in pattern.branches for grid, _ in terms(branch, _LARGEST))
     sample = max(_SAMPLE, 2 * _LARGEST * max(steps, default=1))
     first = max(0, frame.q_len - sample) // 2 // sample * sample + frame.q_start
     queries = first, min(first + sample, frame.q_start + frame.q_len)
     chosen, pairs = _LARGEST, _pairs_in_tiles(pattern, frame, _LARGEST, queries)
-    for size, share in _SMALLER:
-        if pairs > _MOST_KEYS:
+    most = 1.0  # share of the pairs in tiles of the chosen size that a smaller size may have
+    for size, share in _SMALLER if block is None else _SMALLER_OF_BLOCKS:
+        if size < (block or 0) or (pairs > _MOST_KEYS and block is None):
             break
-        if (smaller := _pairs_in_tiles(pattern, frame, size, queries)) > share * pairs:
+        most *= share
+        smaller = _pairs_in_tiles(pattern, frame, size, queries)
+        if smaller <= most * pairs:
+            chosen, pairs, most = size, smaller, 1.0
+        elif block is None:  # tiles of a band shrink with it; those of blocks may do so at last
             break
-        chosen, pairs = size, smaller
     return chosen
 
 

@@ -10,7 +10,14 @@ import torch
 
 from ..patterns import positions
 from ..patterns.algebra import And, Frame, Mask, Mixture, Not, Or, Pattern, joined_masks
-from ..patterns.blocks import CausalBlocks
+from ..patterns.blocks import (
+    BlockCausal,
+    BlockDilated,
+    BlockWindow,
+    CausalBlocks,
+    Hierarchical,
+    RandomBlocks,
+)
 from ..patterns.grid import GridTiles
 from ..patterns.neighbourhood import Neighbourhood
 from ..patterns.per_head import NO_PAIRS, PerHead
@@ -259,7 +266,11 @@ def _typical(mask: Mask, length: int) -> Mask | None:
             alike = {part: _typical(part, length) for part in dict.fromkeys(patterns)}
             parts = tuple(alike[part] for part in patterns)
             return None if None in parts else PerHead(parts)  # type: ignore[arg-type]
-    simple = positions.Full, positions.Causal, positions.PooledCausal
+        case RandomBlocks():
+            return replace(mask, seed=0, per_head=False)
+        case BlockDilated() | BlockWindow() | Hierarchical():
+            return mask
+    simple = positions.Full, positions.Causal, positions.PooledCausal, BlockCausal
     return mask if type(mask) in simple else None
 
 

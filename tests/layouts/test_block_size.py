@@ -54,6 +54,38 @@ def test_wide_patterns_keep_128_and_narrow_ones_do_not():
     assert chosen(sr.LongNet((256, 65536), (1, 256)) & sr.Causal(), 1 << 17) in (64, 128)
 
 
+@pytest.mark.parametrize(
+    ("pattern", "size"),
+    [
+        (sr.BlockCausal(16), 128),
+        (sr.BlockCausal(32) & sr.SlidingWindow(900), 64),
+        (sr.BlockDiffusion(2048, 32), 64),
+        (sr.BlockWindow(4, 16) & sr.Causal(), 32),
+        (sr.BlockWindow(0, 16), 16),
+        (sr.RandomBlocks(0.1, 16), 16),
+        (sr.RandomBlocks(0.6, 32), 32),
+        (sr.RandomBlocks(0.9, 16), 128),
+        (sr.RandomBlocks(0.1, 64), 64),
+        (sr.BlockCausal(48), 48),  # 128 is no multiple of 48
+        (sr.BlockWindow(4, 16) & sr.KeyPadding((3000, 4096)), 32),
+    ],
+    ids=str,
+)
+def test_small_blocks_are_taken_together_where_their_tiles_hold_few_other_pairs(pattern, size):
+    """By whole layouts: a pair of tiles of 16, 32, 64 costs 1.96, 1.18, 1.05 of one of 128."""
+    assert chosen(pattern, 4096) == size
+    assert pattern.layout(4096, num_heads=2).block_size == size
+    own = default_block_size(pattern, 4096)
+    cost = {128: 1.0, 64: 1 / 0.95, 32: 1 / 0.95 / 0.85, 16: 1 / 0.95 / 0.85 / 0.6}
+    if own < 64 and own in cost:
+        costs = {
+            x: y * pattern.layout(4096, num_heads=2, block_size=x).density
+            for x, y in cost.items()
+            if x >= own
+        }
+        assert costs[size] <= 1.05 * min(costs.values())
+
+
 def test_own_blocks_few_keys_single_queries_and_gpus_stay_as_they_were():
     named = sr.BlockWindow(1, 128) & sr.Causal()
     assert chosen(named, 4096) == default_block_size(named, 4096) == 128
