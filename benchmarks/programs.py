@@ -14,10 +14,12 @@ step.
 operators by name, each without those that it calls. `layouts` are operators that compile patterns.
 `python` is the time in which no operator runs: Python, autograd, and what the profiler adds.
 `peak_bytes` are of the first run, beyond the memory before it. `error` is of logits, or of the
-gradient of the first matrix, beside the peer's, where both compute the same.
+gradient of the first matrix, beside the peer's, where both compute the same. With `--before`,
+`before_ms` is the time in another record, such as one of an earlier commit on the same machine.
 """
 
 import argparse
+import json
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
@@ -324,6 +326,15 @@ def rows(name: str, quick: bool, rounds: int) -> list[Row]:
     return found
 
 
+def add_before(found: list[Row], path: Path) -> None:
+    """Adds the times of a record of an earlier commit, which ran on the same machine."""
+    before = json.loads(path.read_text())
+    times = {(row["program"], row["way"]): row["ms"] for row in before["rows"]}
+    for row in found:
+        row["before_ms"] = times.get((row["program"], row["way"]))
+        row["before_commit"] = before["environment"]["commit"]
+
+
 def main() -> None:
     """Writes the record."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.programs", description=__doc__)
@@ -331,11 +342,16 @@ def main() -> None:
     parser.add_argument("--only", choices=PROGRAMS, help="one group of programs")
     parser.add_argument("--quick", action="store_true", help="tiny sizes, to try it out")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument(
+        "--before", type=Path, help="programs.json of an earlier commit on this machine"
+    )
     arguments = parser.parse_args()
     names = [arguments.only] if arguments.only else list(PROGRAMS)
     results: list[Row] = []
     for name in names:
         results += rows(name, arguments.quick, arguments.rounds)
+        if arguments.before:
+            add_before(results, arguments.before)
         write_record(arguments.out, "programs", results)  # what ran stays if a later group fails
 
 

@@ -1,5 +1,7 @@
 """The tables of whole programs: operators are in the right part, and ways compute the same."""
 
+import json
+
 import pytest
 
 from benchmarks import programs, unlike_heads
@@ -31,6 +33,15 @@ def test_shares_are_of_one_whole_and_ways_agree(name, peer):
         assert row["attention"] > 0
         assert row["products"] > 0
     assert 0 < rows[0]["error"] < 1e-5
+
+
+def test_times_of_an_earlier_record_stand_beside(tmp_path):
+    path, rows = tmp_path / "programs.json", [{"program": "a", "way": way} for way in "xy"]
+    old = {"environment": {"commit": "abc"}, "rows": [{"program": "a", "way": "x", "ms": 2.0}]}
+    path.write_text(json.dumps(old))
+    programs.add_before(rows, path)
+    assert [row["before_ms"] for row in rows] == [2.0, None]
+    assert {row["before_commit"] for row in rows} == {"abc"}
 
 
 def test_unlike_heads_agree_with_float64():
