@@ -49,7 +49,7 @@ def layers_to_see_all(
         for start in reversed(range(0, tokens, rows)):  # the last queries see most
             part = fresh[start : start + rows]
             if part.any() and not seen.all():
-                seen |= _keys_of(lay_out(start, len(part)), part)
+                seen |= _keys_of(lay_out(start, len(part)), part, seen)
         fresh = seen & ~before
         if not fresh.any():
             return None
@@ -63,10 +63,15 @@ def _rows_of(pattern: Pattern, frame: Frame, size: int, start: int, rows: int) -
     return layout_cache.layout(pattern, frame, size, torch.device("cpu"))
 
 
-def _keys_of(layout: BlockLayout, queries: Tensor) -> Tensor:
-    """Returns the keys that the marked queries see, bool [kv_len]; `queries` is bool [q_len]."""
+def _keys_of(layout: BlockLayout, queries: Tensor, known: Tensor | None = None) -> Tensor:
+    """Returns the keys that the marked queries see, bool [kv_len]; `queries` is bool [q_len].
+
+    Key tiles whose keys are all in `known`, bool [kv_len], are not looked at.
+    """
     marked = torch.nn.functional.pad(queries, (0, 1))
     seen = torch.zeros(layout.frame.kv_len + 1, dtype=torch.bool)
+    if known is not None:
+        known = torch.nn.functional.pad(known, (0, 1), value=True)
     heads, size = layout.frame.num_heads, layout.block_size
     for p in layout.passes:
         sets = max(p.row_ptr.shape[1], p.query_start.shape[0])
@@ -75,13 +80,20 @@ def _keys_of(layout: BlockLayout, queries: Tensor) -> Tensor:
             tokens, real = slots_of(p.query_start[axis], p.query_stop[axis], p.step, size)
             rows = marked[torch.where(real, tokens, layout.frame.q_len)]  # [query tiles, size]
             busy = rows.any(1)[row]
-            row, key, bitmap = row[busy], key[busy], bitmap[busy]
             tokens, real = slots_of(p.key_start[axis], p.key_stop[axis], p.step, size)
+            tokens = torch.where(real, tokens, layout.frame.kv_len)
+            if known is not None:
+                busy &= ~known[tokens].all(1)[key]
+            row, key, bitmap = row[busy], key[busy], bitmap[busy]
             hits = torch.zeros(tokens.shape, dtype=torch.int32)
             hits[key[bitmap < 0]] = 1
-            for number in bitmap[bitmap >= 0].unique().tolist():
-                entries, bits = bitmap == number, unpack(p.bitmaps[number, None], size)[0]
+            varies = (bitmap >= 0) & (hits[key, 0] == 0)  # the rest are tiles that are seen whole
+            row, key, bitmap = row[varies], key[varies], bitmap[varies]
+            numbers, counts = bitmap.unique(return_counts=True)
+            in_order = bitmap.argsort(stable=True).split(counts.tolist())
+            for number, entries in zip(numbers.tolist(), in_order, strict=True):
+                bits = unpack(p.bitmaps[number, None], size)[0]
                 masked = rows[row[entries]].float() @ bits.float()
                 hits.index_add_(0, key[entries], (masked > 0).int())
-            seen[torch.where(real, tokens, layout.frame.kv_len)[hits > 0]] = True
+            seen[tokens[hits > 0]] = True
     return seen[:-1]
