@@ -271,7 +271,10 @@ def list_query_kernel(
     ahead = _keys_at(keys + listed, 0, slots, KEYS)
     for first in tl.range(0, slots, KEYS, num_stages=STAGES):
         slot, token = first + tl.arange(0, KEYS), ahead
-        ahead = _keys_at(keys + listed, first + KEYS, slots, KEYS)
+        if REST and q.dtype == tl.float32:  # no registers are left to load a step ahead
+            token = _keys_at(keys + listed, first, slots, KEYS)
+        else:
+            ahead = _keys_at(keys + listed, first + KEYS, slots, KEYS)
         there = token >= 0
         pairs = real[:, None] & there[None, :]
         k_rows, v_rows = key + token * k_token, value + token * v_token
