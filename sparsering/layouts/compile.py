@@ -204,14 +204,13 @@ def chosen_block_size(pattern: Pattern, frame: Frame, device: torch.device) -> i
         return size
     rest, _ = without_key_masks(pattern)
     blocks = [mask.block_size for mask in joined_masks(rest) if isinstance(mask, BlockwiseMask)]
-    least = min(blocks, default=_LARGEST)
-    in_blocks = size == least < _LARGE_BLOCKS and _LARGEST % size == 0
-    if (size != _LARGEST or blocks) and not in_blocks:
+    small = bool(blocks) and size == min(blocks) < _LARGE_BLOCKS and _LARGEST % size == 0
+    if not small and (blocks or size != _LARGEST):
         return size
     if rest.tensors or rest.restarts is not None or not frame.num_heads:
         return size
     check_fits(rest, frame)
-    return _by_density(*typical(rest, frame), size if in_blocks else None)
+    return _by_density(*typical(rest, frame), size if small else None)
 
 
 @lru_cache(256)

@@ -30,6 +30,12 @@ Heads = dict[tuple[Mask, ...], list[tuple[int, int]]]
 """For each tuple of masks, the (batch entry, head) pairs that have these masks."""
 
 _SHORT_NODE = 32  # tokens; if nodes have fewer on average, dilated tiles cost more than whole tiles
+_SIMPLE: tuple[type, ...] = (
+    *(positions.Full, positions.Causal, positions.PooledCausal),
+    *(BlockCausal, BlockDilated, BlockWindow, Hierarchical),
+)
+"""Masks whose sizes stay as they are in `typical`."""
+
 _MOST_SPLIT = 256  # most masks after a split; `&` of unions multiplies their numbers
 
 
@@ -268,10 +274,7 @@ def _typical(mask: Mask, length: int) -> Mask | None:
             return None if None in parts else PerHead(parts)  # type: ignore[arg-type]
         case RandomBlocks():
             return replace(mask, seed=0, per_head=False)
-        case BlockDilated() | BlockWindow() | Hierarchical():
-            return mask
-    simple = positions.Full, positions.Causal, positions.PooledCausal, BlockCausal
-    return mask if type(mask) in simple else None
+    return mask if type(mask) in _SIMPLE else None
 
 
 def _rounded(size: int) -> int:

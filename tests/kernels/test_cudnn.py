@@ -40,6 +40,19 @@ def results(backend: str, tensors: list[Tensor], pattern: sr.Pattern, **options)
     return [out.detach(), lse.detach(), *torch.autograd.grad(out, leaves, upstream)]
 
 
+def assert_near(found: list[Tensor], expected: list[Tensor], rounding: float) -> None:
+    """Compares out, lse and gradients, relative to the largest number of each.
+
+    All but lse are rounded to bfloat16, and differ by `rounding` at most.
+    """
+    assert torch.equal(found[1] == -torch.inf, expected[1] == -torch.inf)
+    for number, (got, wanted) in enumerate(zip(found, expected, strict=True)):
+        seen = wanted > -torch.inf
+        largest = float(wanted[seen].abs().max()) if seen.any() else 0.0
+        bound = (1e-6 if number == 1 else rounding) * largest
+        assert_close(got.double()[seen], wanted[seen], bound, str(number))
+
+
 @pytest.mark.parametrize("major", [9, 10])
 @pytest.mark.parametrize("heads", [(4, 2), (2, 2)])
 @pytest.mark.parametrize("name", BLOCKS)
@@ -55,13 +68,8 @@ def test_whole_blocks_forward_and_backward(name, heads, major):
         with installed(major):
             found = results("cudnn", tensors, pattern, scale=scale, **options)
             assert CALLS == ["forward", "backward"]
-        assert torch.equal(found[1] == -torch.inf, expected[1] == -torch.inf)
-        for number, (got, wanted) in enumerate(zip(found, expected, strict=True)):
-            seen = wanted > -torch.inf
-            # results are rounded to bfloat16, and gradients of groups are summed in it; lse is not
-            rounding = 1e-6 if number == 1 else 2.0**-7
-            largest = float(wanted[seen].abs().max()) if seen.any() else 0.0
-            assert_close(got.double()[seen], wanted[seen], rounding * largest, str(number))
+        # gradients of groups are summed in bfloat16
+        assert_near(found, expected, 2.0**-7)
 
 
 def test_what_it_cannot_run_is_refused_with_a_way_out():
@@ -235,13 +243,8 @@ def test_declared_masks_forward_and_backward(name, heads, capability):
         with installed(*capability, declared=True):
             found = results_of_both("cudnn", tensors, pattern, scale=scale, **options)
             assert CALLS[-2:] == ["forward", "backward of lse"] and CALLS[:-2] in ([], ["plan"])
-        assert torch.equal(found[1] == -torch.inf, expected[1] == -torch.inf)
-        for number, (got, wanted) in enumerate(zip(found, expected, strict=True)):
-            seen = wanted > -torch.inf
-            # results are rounded to bfloat16, and gradients are summed in it; lse is not
-            rounding = 1e-6 if number == 1 else 2.0**-6
-            largest = float(wanted[seen].abs().max()) if seen.any() else 0.0
-            assert_close(got.double()[seen], wanted[seen], rounding * largest, str(number))
+        # gradients are summed in bfloat16
+        assert_near(found, expected, 2.0**-6)
 
 
 def test_attention_varlen_is_a_declared_mask():

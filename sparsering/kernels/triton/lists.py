@@ -214,7 +214,7 @@ def _by_item(
         of_key, of_value = (x.new_empty(x.shape, dtype=torch.float32) for x in to[1:3])
         sums = to._replace(key=of_key, value=of_value)
     shape = len(query), key.shape[1], most, listed.heads // key.shape[1], slots, width
-    tensors |= {
+    tensors = tensors | {
         "of_item": query.new_empty(shape, dtype=torch.float32),
         "grad_key": sums.key,
         "grad_value": sums.value,
