@@ -15,9 +15,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...ground.rows import expand_counts, first_in_row, mix, number_rows
+from ...ground.streams import moved
 from ...layouts.bitmaps import unpack
 from ...layouts.layout import Pass, slots_of, tile_counts
-from ...layouts.lists import Lists
+from ...layouts.lists import Coordinates, Lists
 from ..problem import Problem
 
 
@@ -324,22 +325,29 @@ def list_chunks(
     device, heads = query.device, max(tables, frame.num_kv_heads)
     group = frame.num_heads // max(1, heads)
     shape = len(query), heads, rows_of_lists
-    queries = None if lists.queries is None else lists.queries.to(device)
     if not math.prod(shape) * n:
         return
+    keys, at = moved(lists.keys, device), lists.coordinates
+    queries, place_of = (
+        None if x is None else moved(x, device) for x in (lists.queries, lists.place)
+    )
+    if at is not None:
+        at = Coordinates(moved(at.query, device), moved(at.key, device))
     per_unit = (group + n) * (per_token + 40) + group * n * per_token
     for part in torch.arange(math.prod(shape), device=device).split(max(1, workspace // per_unit)):
-        bat, hd, row = torch.unravel_index(part, shape)
+        # torch.unravel_index would copy the shape to a GPU, and the host would wait for the copy
+        row, table = part % rows_of_lists, part // rows_of_lists
+        bat, hd = table // heads, table % heads
         q = row if queries is None else queries[row]
-        key = lists.keys.to(device)[bat * (batches > 1), hd * tables // heads, row].long()
+        key = keys[bat * (batches > 1), hd * tables // heads, row].long()
         cells, key = first_in_row(key, frame.kv_len), key.clamp(min=0)
         q_head = hd[:, None] * group + torch.arange(group, device=device)
         rows = (bat[:, None] * frame.num_heads + q_head) * frame.q_len + q[:, None]
         first = (bat * frame.num_kv_heads + hd * frame.num_kv_heads // heads) * frame.kv_len
         bias = None
         if problem.block_bias is not None:
-            assert lists.place is not None
-            place = lists.place.to(device)[bat * (batches > 1), hd * tables // heads, row].long()
+            assert place_of is not None
+            place = place_of[bat * (batches > 1), hd * tables // heads, row].long()
             numbers = problem.block_bias.shape[2:].numel()  # of a head
             number = (bat[:, None] * frame.num_heads + q_head) * numbers
             number = (number + first_bias + row[:, None] * n)[..., None]
@@ -347,12 +355,12 @@ def list_chunks(
         position = query_depth = q[:, None] + frame.q_start
         key_position = key_depth = key
         stream = torch.zeros_like(position)
-        if (at := lists.coordinates) is not None:
+        if at is not None:
             own = bat * (len(at.query) > 1)
-            position, query_depth, stream = at.query.to(device)[own, :, row][..., None].unbind(1)
+            position, query_depth, stream = at.query[own, :, row][..., None].unbind(1)
             kv_head = hd * frame.num_kv_heads // heads
             of_head = kv_head * at.key.shape[2] // max(1, frame.num_kv_heads)
-            of_key = at.key.to(device).movedim(1, -1)  # [B or 1, H, Nk, 2]
+            of_key = at.key.movedim(1, -1)  # [B or 1, H, Nk, 2]
             key_position, key_depth = of_key[own[:, None], of_head[:, None], key].unbind(-1)
         places = Places(
             batch=bat,
