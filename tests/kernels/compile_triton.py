@@ -23,7 +23,6 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 import sparsering as sr
 from sparsering.coordinates import CoordinateBias
@@ -60,6 +59,11 @@ def launches(case: dict[str, Any], capability: int) -> list[tuple[Any, Any, dict
         module.processors = lambda device: 132
     for module in (configs, lists):
         module.generation = lambda device: capability or 80
+    if chosen := case.get("config"):  # as a tuning file has it, for the forward
+        usual = backend.config_for
+        backend.config_for = lambda kernel, *rest: (
+            configs.Config(*chosen) if kernel == "forward" else usual(kernel, *rest)
+        )
     dtype = getattr(torch, case.get("dtype", "bfloat16"))
     head_dim, tile = case.get("head_dim", 128), case.get("block_size", 128)
     heads, kv_heads, length = case.get("heads", 2), case.get("kv_heads", 2), case.get("tokens", 512)
@@ -145,14 +149,19 @@ def source(kernel: Any, arguments: dict[str, Any]) -> ASTSource:
         x = arguments[parameter.name]
         if parameter.is_constexpr:
             signature[parameter.name], constants[parameter.name] = "constexpr", x
-        elif isinstance(x, TensorDescriptor):
+        elif hasattr(x, "block_shape"):
             shape = ",".join(str(n) for n in x.block_shape)
-            signature[parameter.name] = f"tensordesc<{TYPES[x.base.dtype]}[{shape}]>"
+            layout = f",{x.layout!r}" if kernel.is_gluon() else ""
+            signature[parameter.name] = f"tensordesc<{TYPES[x.base.dtype]}[{shape}]{layout}>"
         elif isinstance(x, torch.Tensor):
             signature[parameter.name] = f"*{TYPES[x.dtype]}"
             attributes[(i,)] = [["tt.divisibility", 16]]
         else:
             signature[parameter.name] = parameter.annotation_type
+    if kernel.is_gluon():
+        from triton.experimental.gluon._runtime import GluonASTSource
+
+        return GluonASTSource(kernel, signature, constants, attributes)
     return ASTSource(kernel, signature, constants, attributes)
 
 
@@ -191,6 +200,8 @@ def compiled(
         "tcgen05": ptx.count("tcgen05.mma"),
         "mma": ptx.count("mma.sync"),
         "bulk_copies": ptx.count("cp.async.bulk.tensor"),
+        "barrier_waits": ptx.count("mbarrier.try_wait"),
+        "moved_registers": re.findall(r"setmaxnreg\.(\w+\.sync\.aligned\.u32 \s*\d+)", ptx),
         "copies": len(re.findall(r"cp\.async\.c", ptx)),
     }
 

@@ -60,6 +60,39 @@ def test_the_main_shapes_spill_no_register(capability):
 
 
 @pytest.mark.slow
+def test_the_kernel_of_two_warp_groups_spills_no_register():
+    """All configs that tuning measures, and the branches of the kernel with two of them."""
+    wide, narrow = [128, 128, 8, 2, True, False, 32, True], [128, 128, 8, 3, True, False, 64, True]
+    cases = [
+        {"head_dim": 128, "config": [128, 64, 8, 4, True, False, 32, True]},
+        {"head_dim": 64, "config": [128, 128, 8, 2, True, False, 64, True]},
+    ]
+    for call in (
+        {},
+        {"pattern": "(Causal() & SlidingWindow(40)) + Full()"},  # the second pass merges results
+        {"extras": ["sink"], "dtype": "float16"},
+    ):
+        cases += (
+            {"head_dim": 128, "config": wide, **call},
+            {"head_dim": 64, "config": narrow, **call},
+        )
+    made = run("90", "--kernels", "ping_pong_kernel", *cases)
+    assert {(x["case"]["head_dim"], *x["config"].values()) for x in made} == {
+        (case["head_dim"], *case["config"]) for case in cases
+    }
+    for x in made:
+        print(x["case"], x["registers"], x["shared"])
+        assert x["shared"] <= SHARED_MEMORY[90], x
+        assert not x["spilled"] and not x["serialized"], x
+        assert x["registers"] * 12 * 32 <= 65536, x  # three groups of four warps
+        assert x["wgmma"] and x["bulk_copies"] and x["barrier_waits"] and x["copies"], x
+        moved = [text.split() for text in x["moved_registers"]]
+        assert ["inc.sync.aligned.u32", "240"] in moved  # the second warp group
+        assert ["dec.sync.aligned.u32", "240"] in moved  # the first, from what it had before
+        assert ["dec.sync.aligned.u32", "24"] in moved  # the producer
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("capability", [80, 90, 100])
 def test_kernels_that_sum_in_order_spill_no_register(capability):
     """One config for all numbers of queries: a token's, too."""

@@ -31,7 +31,15 @@ from .configs import Config, config_for, in_order
 from .even_depths import of_whole_tiles, with_even_depths
 from .launch import Launch, kept, kind_of, kinds, launch, padded, precision, processors, strides
 from .lists import MOST_LIST_DIM, ListGradients, add_gradients, attend_lists, on_device
-from .operands import MOST_HEAD_DIM, HeadGroup, of_call, of_inputs, of_tiles, streamed
+from .operands import (
+    MOST_HEAD_DIM,
+    HeadGroup,
+    in_ping_pong,
+    of_call,
+    of_inputs,
+    of_tiles,
+    streamed,
+)
 from .walk import Walk, use, walk
 
 EXTRAS = frozenset(
@@ -343,7 +351,14 @@ def _forward_pass(part: HeadGroup, number: int, out: Tensor, lse: Tensor) -> Non
         }  # fmt: skip
         of_keys = {"key": problem.key, "value": problem.value}
         arguments |= streamed(part, number, config, arguments["ALIGN"], {}, **of_keys)
-        whole = Launch(forward_kernel, w.units.shape[2] * arguments["programs"], config, arguments)
+        programs = w.units.shape[2] * arguments["programs"]
+        if (own := in_ping_pong(problem, config, arguments)) is not None:
+            from .ping_pong import ping_pong_kernel
+
+            whole = Launch(ping_pong_kernel, programs, config, arguments | own)
+        else:
+            plain = config._replace(ping_pong=False)
+            whole = Launch(forward_kernel, programs, plain, arguments)
         return [whole, *_combined(merge_kernel, w, out, arguments)]
 
     w, tables, launches = _launches("forward", part, number, config, build, out, lse)

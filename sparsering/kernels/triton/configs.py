@@ -5,8 +5,10 @@ measures similar ones; a call never measures, so its time and bits do not depend
 """
 
 import contextlib
+import re
 from collections.abc import Iterator
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
@@ -30,6 +32,7 @@ class Config(NamedTuple):
     tma: bool = False  # load streamed tensors through tensor descriptors, if they permit it
     warp_specialize: bool = False  # split loading and computing between warps, if Triton can
     masked: int = 0  # tokens read per step in tile pairs with a mask; 0 stands for `streamed`
+    ping_pong: bool = False  # run the forward by ping_pong.py where that can; only tuning asks it
 
 
 # By generation and kernel, for head dims up to 64, 128 and 256: rows, streamed, warps, stages and,
@@ -56,6 +59,17 @@ _WIDE = {  # for head dims up to 512: sums for 64 rows would leave too few regis
 _SINGLE = {  # for float32, by generation, for every kernel; products use tf32x3
     80: ((32, 32, 8, 2), (32, 16, 8, 2), (16, 16, 8, 2)),
     90: ((64, 32, 8, 2), (32, 16, 8, 2), (16, 16, 8, 2)),
+}
+# For `candidates`, by head dim: shapes of `ping_pong_kernel` that spill no register.
+_PING_PONG = {
+    64: (
+        {"rows": 128, "streamed": 128, "stages": 2, "masked": 64},
+        {"rows": 128, "streamed": 128, "stages": 3, "masked": 64},
+    ),
+    128: (
+        {"rows": 128, "streamed": 128, "stages": 2, "masked": 32},
+        {"rows": 128, "streamed": 64, "stages": 4, "masked": 32},
+    ),
 }
 
 
@@ -142,6 +156,9 @@ def candidates(
         near.append(base._replace(tma=False))
     if generation(like.device) == 100 and kernel == "forward":
         near.append(base._replace(warps=4, warp_specialize=True))
+    if kernel == "forward" and tile == 128 and packed <= tile and head_dim in _PING_PONG:
+        near += (base._replace(**shape, ping_pong=True) for shape in _PING_PONG[head_dim])
+        near = [c for c in near if not c.ping_pong or takes_ping_pong(c, like, head_dim)]
     large = (c for c in near if c.streamed >= 16 and c.rows >= 16)
     shape = like.dtype, like.device, head_dim, tile, packed
     yield from dict.fromkeys(_fitted(kernel, c, *shape) for c in large)
@@ -214,6 +231,31 @@ def _shared_bytes(kernel: str, config: Config, gpu: int, width: int) -> int:
     # capability 8.0 keeps up to 12% less.
     tokens = tensors * config.rows + 2 * (config.stages - 1) * config.streamed
     return tokens * width + config.rows * config.streamed
+
+
+def takes_ping_pong(config: Config, like: Tensor, head_dim: int) -> bool:
+    """Whether `ping_pong_kernel` runs a config on a tensor's GPU, for queries, keys and values."""
+    rows = config.rows + 2 * config.stages * config.streamed + 8 * config.masked
+    return (
+        generation(like.device) == 90
+        and like.itemsize == 2
+        and head_dim in _PING_PONG
+        and config.rows == 128
+        and config.streamed in (64, 128)
+        and config.masked in (16, 32, 64)
+        and config.stages >= 2
+        and rows * head_dim * like.itemsize + 16 * config.stages <= shared_memory(like.device)
+        and _has_gluon()
+    )
+
+
+@cache
+def _has_gluon() -> bool:
+    """Whether Triton has the Gluon that ping_pong.py is written in, from version 3.6 on."""
+    import triton
+
+    version = tuple(int(x) for x in re.findall(r"\d+", triton.__version__)[:2])
+    return version >= (3, 6) and find_spec("triton.experimental.gluon") is not None
 
 
 @cache

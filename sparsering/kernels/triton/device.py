@@ -15,14 +15,15 @@ _INTS = (tl.int32, tl.int64)
 _TABLES = ("tile_start", "tile_stop", "tile_origin")  # each program loads a single number of them
 
 
-def kernel(function: Callable[..., None]) -> Any:
+def kernel(function: Callable[..., None], jit: Callable[..., Any] = triton.jit) -> Any:
     """Decorates a Triton kernel that is compiled once for all values of its integer arguments.
 
     A new alignment of layout tables, as after each decoded token, needs no compilation either.
+    `jit` is Gluon's for a kernel that is written in Gluon.
     """
     kinds = inspect.get_annotations(function)
     tables = [name for name in _TABLES if name in inspect.signature(function).parameters]
-    return triton.jit(
+    return jit(
         function,
         do_not_specialize=[name for name, kind in kinds.items() if kind in _INTS],
         do_not_specialize_on_alignment=tables,
@@ -89,10 +90,17 @@ def visible(words, bitmap, rows, first, TILE: tl.constexpr, WORD: tl.constexpr,
     bits for each of them. Columns are COUNT tokens of the other tile, from index `first` on. Each
     word of a line is loaded once, because the compiler knows which columns it has.
     """
+    along = tl.arange(0, COUNT)[None, :]
+    return visible_among(words, bitmap, rows, along, first, TILE, WORD, COUNT)
+
+
+@triton.jit
+def visible_among(words, bitmap, rows, along, first, TILE: tl.constexpr, WORD: tl.constexpr,
+                  COUNT: tl.constexpr):
+    """Returns `visible`; `along` [1, COUNT] numbers its columns, in the layout of the caller."""
     LINE: tl.constexpr = TILE // WORD
     line = words + bitmap.to(tl.int64) * (TILE * LINE) + rows[:, None] * LINE
-    along = tl.arange(0, COUNT)[None, :]
-    bits = tl.zeros_like(rows[:, None] + along)
+    bits = 0
     for w in tl.static_range((COUNT + WORD - 1) // WORD):
         lines = tl.where((bitmap >= 0) & (first // WORD + w < LINE), TILE, 0)  # 0: no such word
         word = tl.load(line + first // WORD + w, mask=rows[:, None] < lines, other=-1).to(tl.int32)

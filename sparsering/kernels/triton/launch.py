@@ -14,6 +14,7 @@ from ...ground.streams import capturing
 from .configs import Config
 
 _launches: dict[Any, list["Launch"]] = {}  # launches of recent calls, by shapes and options
+_REGISTERS = 65536  # of a multiprocessor
 _MOST_KINDS = 256  # most kinds of calls (shapes, dtypes, options) whose launches a cache keeps
 
 
@@ -54,7 +55,8 @@ class Launch:
             x = of_call[name]
             if tiles is not None:
                 shape = [rows_before + x.shape[2], *tiles.shape[1:]]
-                x = type(tiles)(x, shape, tiles.strides, tiles.block_shape)
+                _, _, *rest = vars(tiles).values()  # strides, block shape, and options
+                x = type(tiles)(x, shape, *rest)
             arguments[place] = x
         return arguments
 
@@ -95,7 +97,11 @@ def launch(launches: Iterable[Launch], of_call: Mapping[str, Any], device: torch
 
 def options(config: Config | None) -> dict[str, Any]:
     """Returns Triton's compile options for a config; {} leaves them to Triton."""
-    return {} if config is None else {"num_warps": config.warps, "num_stages": config.stages}
+    if config is None:
+        return {}
+    if config.ping_pong:  # three groups of four warps; the compiler moves registers between them
+        return {"num_warps": 4, "maxnreg": _REGISTERS // (3 * 4 * 32) // 8 * 8}
+    return {"num_warps": config.warps, "num_stages": config.stages}
 
 
 def strides(**tensors: Tensor) -> dict[str, int]:

@@ -5,6 +5,7 @@ by pointers, or on Hopper and later GPUs by descriptors, with which TMA copies w
 that need a mask are always read by pointers, because TMA cannot skip rows.
 """
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from ..problem import Problem
 from . import extra_arguments
-from .configs import Config
+from .configs import Config, takes_ping_pong
 from .launch import line, matrix, padded, precision
 from .walk import Walk
 
@@ -111,3 +112,39 @@ def streamed(
             arguments |= {f"{name[0]}_{what}": n for what, n in (found.strides | side).items()}
             arguments[f"{name}_tiles"] = found.tiles
     return {**arguments, **lines, "TMA": True}
+
+
+def in_ping_pong(
+    problem: Problem, config: Config, arguments: Mapping[str, Any]
+) -> dict[str, Any] | None:
+    """Returns how `ping_pong_kernel` reads its tensors, by name; None if it cannot run the call.
+
+    It computes no option of a call. `arguments` are those of `forward_kernel`, which reads keys
+    and values by TMA and has whole tiles of 128 queries of one head in a program.
+    """
+    options = ("BIASED", "CAPPED", "DISTANCES", "DROPPING", "KEYS_MASKED", "DIMS")
+    query, head_dim = problem.query, arguments["HEAD_DIM"]
+    fits = (
+        config.ping_pong
+        and not problem.in_order
+        and not any(arguments[name] for name in options)
+        and arguments["TMA"]
+        and arguments["TILE"] == arguments["ROWS"] == arguments["TOKENS"] == 128
+        and head_dim == arguments["VALUE_DIM"]
+        and arguments["ALIGN"] == 8
+        and takes_ping_pong(config, query, head_dim)
+    )
+    if not fits or (queries := matrix(query, 64)) is None:
+        return None
+    from triton.experimental.gluon.language import NVMMASharedLayout
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    layout = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    tiles = {"query_tiles": queries.tiles}
+    tiles |= {name: arguments[name] for name in ("key_tiles", "value_tiles")}
+    described = {
+        name: TensorDescriptor(x.base, x.shape, x.strides, x.block_shape, layout)
+        for name, x in tiles.items()
+    }
+    apart = queries.strides | {"side": queries.strides["side"] // arguments["ALIGN"]}
+    return described | {f"q_{what}": n for what, n in apart.items()}
