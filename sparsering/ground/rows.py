@@ -38,6 +38,27 @@ def first_in_row(numbers: Tensor, stop: int) -> Tensor:
     return (numbers >= 0) & (numbers < stop) & ~repeated
 
 
+def distinct_in_rows(numbers: Tensor, stop: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Sorts rows of integers [..., k]; numbers outside [0, stop) and repeats are left out.
+
+    Returns: the numbers of each row, ascending, and -1 behind them, [..., k]; how many they are,
+    int32 [...]; for each of them its index in the row, int64 [..., k], that of the first of equal
+    numbers, and 0 behind them.
+    """
+    length, last = numbers.shape[-1], torch.iinfo(numbers.dtype).max
+    inside = (numbers >= 0) & (numbers < stop)
+    ordered, index = torch.where(inside, numbers, last).sort(dim=-1, stable=True)
+    first = ordered < last
+    first[..., 1:] &= ordered[..., 1:] != ordered[..., :-1]
+    place = first.cumsum(-1)
+    counts = first.sum(-1, dtype=torch.int32)
+    place = torch.where(first, place - 1, length)  # one column more takes what is left out
+    of_place = index.new_zeros(*index.shape[:-1], length + 1).scatter_(-1, place, index)
+    of_place = of_place[..., :length].contiguous()
+    exists = torch.arange(length, device=numbers.device) < counts[..., None]
+    return torch.where(exists, numbers.gather(-1, of_place), -1), counts, of_place
+
+
 def distinct_rows(rows: Tensor) -> tuple[Tensor, Tensor]:
     """Returns the distinct rows of a byte matrix, and for each row its index among them."""
     words = rows.view(torch.int64) if rows.shape[1] % 8 == 0 else rows.long()

@@ -4,10 +4,12 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from ..call import Call
 from ..layouts.layout import BlockLayout
+from ..layouts.lists import ListKeys, Lists
 from .parts import Backward, Forward, run_parts
 from .problem import Gradients, Problem
 from .second_order import SecondOrder
@@ -39,6 +41,10 @@ class Backend(NamedTuple):
     # returns None for patterns that it does not support.
     selected_layout: Callable[..., BlockLayout | None] | None = None
     runs_lists: bool = False  # True if it computes `Problem.lists`
+    # Lists the keys of a selection in the order that its kernels read; None if they read any order.
+    list_keys: ListKeys | None = None
+    # Brings `Lists` of so many keys to a device, in that order.
+    ready_lists: Callable[[Lists, int, torch.device], Lists] | None = None
     lacks_over_lists: frozenset[str] = frozenset()  # of its `extras`, those that tiles alone have
     # Replaces `reasons` for patterns that are only lists of single keys; None if they are the same.
     list_reasons: Callable[..., list[str]] | None = None

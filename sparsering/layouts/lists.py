@@ -20,7 +20,7 @@ from ..ground.rows import first_in_row
 from ..ground.streams import moved
 from ..patterns.algebra import And, Frame, Mask, Mixture, Not, Or, Pattern
 from ..patterns.positions import Causal, GlobalTokens, Packed, intersection
-from ..patterns.selected import EdgeLists, SelectedBlocks, has_lists
+from ..patterns.selected import EdgeLists, KeyLists, SelectedBlocks, has_lists
 from ..patterns.tree import Nodes, Tree, common_tree, distance_positions
 from ..patterns.varlen_mask import Varlen
 
@@ -36,10 +36,15 @@ class Coordinates(NamedTuple):
     # int64 [B or 1, 2, H, Nk]: position; depth in a tree, else position. H divides the kv heads.
     key: Tensor
 
+    @staticmethod
+    def differ(pattern: Pattern) -> bool:
+        """Whether a pattern counts positions in documents or trees, so that they are no indices."""
+        return pattern.restarts is not None or common_tree(pattern) is not None
+
     @classmethod
     def of(cls, pattern: Pattern, frame: Frame) -> "Coordinates | None":
         """Returns the coordinates of a call's tokens; None if positions equal indices."""
-        if pattern.restarts is None and common_tree(pattern) is None:
+        if not cls.differ(pattern):
             return None
         query, key, stream = pattern.coordinates(frame)
         query_depth, key_depth = distance_positions(pattern, frame)
@@ -71,6 +76,7 @@ class Lists(NamedTuple):
     branch: int  # index of the branch in a mixture `a + b`
     coordinates: Coordinates | None = None
     queries: Tensor | None = None  # int64, ascending indices of queries of the call; None for all
+    counts: Tensor | None = None  # as `KeyLists.counts`
     # The next three are for a call with a slot bias, which has one selection. `shape` is its
     # (rows, slots per row, keys per slot). `row`, int64 [B or 1, Nq], is the row of each query.
     # `place`, int32 with the shape of `keys`, is each key's index in the caller's order, which is
@@ -184,6 +190,10 @@ class ListedPairs(NamedTuple):
         return self._replace(limit=None if self.limit is None else Or((self.limit, mask)))
 
 
+ListKeys = Callable[[ListedPairs, Frame, Tensor | None, int], Lists | None]
+"""(source, frame, `valid` of `lists_of`, branch) -> lists, or None if it does not support them."""
+
+
 def split(
     pattern: Pattern, are_listed: Callable[[Pattern], bool] = has_lists
 ) -> tuple[Pattern, tuple[tuple[ListedPairs, ...], ...]]:
@@ -213,6 +223,23 @@ def lists_of_pattern(
 ) -> tuple[Pattern, tuple[Lists, ...]]:
     """Splits a pattern and lists its keys; returns (pattern for tiles, lists) as `lists_of`."""
     return lists_of(*split(pattern), frame, positions=positions)
+
+
+def with_key_lists(
+    tiles: Pattern, lists: tuple[Lists, ...], key_masks: tuple[Mask, ...], q_start: int
+) -> Pattern:
+    """Joins the results of `lists_of` to a pattern of the same pairs, which limits no list further.
+
+    Each branch has at most one of the lists, which are for all queries. Key masks are for tiles.
+    """
+    branches: list[Mask] = list(tiles.branches)
+    for x in lists:
+        own = branches[x.branch]
+        listed = KeyLists(x.keys, 1, 1, q_start, x.counts)
+        branches[x.branch] = listed if is_nothing(own) else Or((own, listed))
+    if not all(isinstance(x, KeyLists) for x in branches):
+        branches = [intersection([x, *key_masks]) for x in branches]
+    return Mixture(tuple(branches)) if len(branches) > 1 else branches[0]
 
 
 def is_only_lists(pattern: Pattern) -> bool:
@@ -312,6 +339,7 @@ def lists_of(
     valid: Tensor | None = None,
     has_slot_bias: bool = False,
     positions: Tensor | None = None,
+    list_keys: ListKeys | None = None,
 ) -> tuple[Pattern, tuple[Lists, ...]]:
     """Lists the keys of each branch that its tiles do not have: (the pattern for tiles, lists).
 
@@ -322,6 +350,7 @@ def lists_of(
         has_slot_bias: the call has a slot bias: then a branch with a list has no tiles, and its
             list has all its pairs.
         positions: int64 [Nq] of the queries to list for; default all of the frame.
+        list_keys: a backend's function that lists keys, for the sources that it supports.
 
     Cost: O(Nq n) time and memory, of `EdgeLists` with the mean length n of a list; with a slot bias
         beside tiles O(Nq Nk) time.
@@ -332,6 +361,10 @@ def lists_of(
     found: list[Lists] = []
     for number, of_branch in enumerate(sources):
         if not of_branch:
+            continue
+        if isinstance(ready := of_branch[0].selection, KeyLists):
+            keys, counts = ready.indices, ready.counts
+            found.append(Lists(keys=keys, branch=number, coordinates=coordinates, counts=counts))
             continue
         own, beside = branches[number], None
         if not is_nothing(own):
@@ -345,10 +378,16 @@ def lists_of(
             if queries is not None:
                 of_group = _positions(frame, positions, queries.device)[queries]
                 at = _of_queries(coordinates, queries, of_group, frame.kv_len)
-            listed = [
-                _list_keys(source, frame, of_group, valid, number, has_slot_bias, beside)
-                for source in of_branch
-            ]
+            listed = []
+            for source in of_branch:
+                own_lists = None
+                if list_keys is not None and of_group is None and not has_slot_bias:
+                    own_lists = list_keys(source, frame, valid, number)
+                if own_lists is None:
+                    own_lists = _list_keys(
+                        source, frame, of_group, valid, number, has_slot_bias, beside
+                    )
+                listed.append(own_lists)
             joined = listed[0] if len(listed) == 1 else _joined(listed)
             found.append(joined._replace(coordinates=at, queries=queries))
     return Mixture(tuple(branches)) if len(branches) > 1 else branches[0], tuple(found)
@@ -418,7 +457,7 @@ def _joined(lists: list[Lists]) -> Lists:
     """Joins several lists [..., n] of one branch to one, sorted; repeated keys count once."""
     batches, heads = (max(x.keys.shape[dim] for x in lists) for dim in (0, 1))
     keys = [_of_heads(x.keys, heads).expand(batches, -1, -1, -1) for x in lists]
-    return lists[0]._replace(keys=_ascending(torch.cat(keys, -1)))
+    return lists[0]._replace(keys=_ascending(torch.cat(keys, -1)), counts=None)
 
 
 class _Seat(NamedTuple):

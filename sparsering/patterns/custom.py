@@ -73,7 +73,7 @@ def register_pattern(cls: type[Own]) -> type[Own]:
             f"{name} must define holds(self, p, k, frame), which says whether query position p "
             "pairs with key position k"
         )
-    own = (*BUILT_IN, "MaskMod", "EdgeLists")
+    own = (*BUILT_IN, "MaskMod", "EdgeLists", "KeyLists")
     if name in own or (name[:1] == "t" and name[1:].isdigit()) or "__v" in name:
         raise ValueError(f"{name} is a name of the library's own patterns; choose another")
     if "__init__" in vars(cls) and not is_dataclass(cls):

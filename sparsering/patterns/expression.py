@@ -21,7 +21,7 @@ from .document_runs import FORMS
 from .neighbourhood import Neighbourhood
 from .per_head import PerHead
 from .rearranged import Rearranged
-from .selected import EdgeLists, SelectedBlocks
+from .selected import EdgeLists, KeyLists, SelectedBlocks
 from .tree import Tree
 from .varlen_mask import Varlen
 
@@ -38,10 +38,13 @@ BUILT_IN: dict[str, Callable[..., Pattern]] = {
     )
 }
 _constructors = {
-    **BUILT_IN, "EdgeLists": EdgeLists, "_RandomBlocksOfHead": blocks._RandomBlocksOfHead,
+    **BUILT_IN, "EdgeLists": EdgeLists, "KeyLists": KeyLists,
+    "_RandomBlocksOfHead": blocks._RandomBlocksOfHead,
 }  # fmt: skip
 # Only the library writes these names, so no error message suggests them.
-_INTERNAL = ("MaskMod", "Varlen", "SameRun", "InRuns", "EdgeLists", "_RandomBlocksOfHead")
+_INTERNAL = (
+    "MaskMod", "Varlen", "SameRun", "InRuns", "EdgeLists", "KeyLists", "_RandomBlocksOfHead",
+)  # fmt: skip
 
 _SHORT = 4096  # texts with more characters, such as of many documents, have a smaller cache
 _EXPECTED = "a pattern is an expression such as 'LongNet((2048, 4096), (1, 2)) & Causal()'"

@@ -360,6 +360,29 @@ class EdgeLists(SelectedBlocks):
         return where + f", and {len(wrong) - 1} more slots" * (len(wrong) > 1)
 
 
+@class_with_hints
+@dataclass(frozen=True, repr=False, eq=False)
+class KeyLists(SelectedBlocks):
+    """The keys that each query of a call sees, listed before the call for its forward and backward.
+
+    No other mask limits them. The library alone makes these lists.
+
+    Args:
+        indices: int32 [B or 1, H, Nq, n], -1 for no key; H divides Hq.
+        block_size, query_block: 1, single keys and a list for each query.
+        first_row: position of the first query.
+        counts: int32 [B or 1, H, Nq], the number of keys of each query, if its keys ascend, have no
+            repeats and stand before every -1; None for lists of another order.
+    """
+
+    counts: Tensor | None = None
+    table_dims: ClassVar[tuple[int, ...]] = (4,)
+    dtype: ClassVar[torch.dtype] = torch.int32
+
+    def _validate(self) -> None:
+        """Copies and checks nothing: no caller has these lists."""
+
+
 def _has_numbers(x: Tensor) -> bool:
     """Whether a tensor's numbers can be read now without waiting for a GPU or asking a tracer.
 

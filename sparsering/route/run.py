@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ..call import Call
-from ..checks import needs_operator
+from ..checks import needs_operator, observed
 from ..ground.numerics import without_autocast
 from ..kernels.backends import BACKENDS
 from ..kernels.triton import remember
@@ -17,7 +17,7 @@ from .exported import is_exported, tables_of
 from .operators import attention_op
 from .options import IN_OPERATORS
 from .scored import attend_scored
-from .work import Work, layout_of, problem_of
+from .work import Work, layout_of, listed_once, problem_of
 
 _NO_SCORE_MOD = (
     "torch.export cannot carry a score_mod, a function that no operator takes; write softcap, "
@@ -46,6 +46,9 @@ def attend(call: Call, decision: Decision) -> tuple[Tensor, Tensor]:
         with without_autocast(call.query):
             return attend_scored(call, decision.backend)
     if backend.reads_layouts:
+        if backend.runs_lists and _recorded_alone(call):
+            call = listed_once(call, decision.backend)
+            pattern = call.pattern
         text, operands = pattern.operands
         if torch.compiler.is_exporting():
             operands = (*operands, *tables_of(call))
@@ -67,6 +70,15 @@ def attend(call: Call, decision: Decision) -> tuple[Tensor, Tensor]:
             )
     with without_autocast(call.query):
         return backend.run(call, partial(parts_of, call, decision.backend, parts))
+
+
+def _recorded_alone(call: Call) -> bool:
+    """Whether autograd records a call, and nothing else observes it or its pattern's tensors."""
+    if not call.pattern.tensors or not torch.is_grad_enabled():
+        return False
+    tensors = *call.inputs, *call.options.in_use.values(), *call.pattern.tensors
+    learns = any(isinstance(x, Tensor) and x.requires_grad for x in tensors)
+    return learns and not observed(*tensors)
 
 
 def value_gradient(call: Call, backend: str, lse: Tensor, grad: Tensor) -> Tensor:

@@ -17,9 +17,17 @@ from ..kernels.problem import Problem
 from ..layouts.cache import layout_cache
 from ..layouts.last_query import last_query_layout
 from ..layouts.layout import BlockLayout, stretched
-from ..layouts.lists import Coordinates, Lists, list_biases, list_slot_gradient, lists_of
+from ..layouts.lists import (
+    Coordinates,
+    Lists,
+    list_biases,
+    list_slot_gradient,
+    lists_of,
+    with_key_lists,
+)
 from ..patterns.algebra import Frame, Pattern
-from ..patterns.keys import key_mask
+from ..patterns.keys import KeyMasks, key_mask
+from ..patterns.selected import EdgeLists, has_lists
 from .decision import Parts, parts_of_call
 
 
@@ -59,21 +67,12 @@ def work_of(call: Call, backend: str, parts: Parts | None = None) -> Work:
 
     Raises: ValueError if the pattern is for other lengths, heads or batch entries.
     """
-    layout_key, masks, sources = parts or parts_of_call(call, backend)
+    parts = parts or parts_of_call(call, backend)
+    layout_key, masks, sources = parts
     in_use = call.options.in_use
-    frame, hidden = layout_key[1], None
-    if masks:
-        hidden = key_mask(masks, frame.kv_len, call.query.device)
+    hidden = _hidden_keys(call, masks)
     if sources:
-        of_positions = {"distance_bias", "dropout_p"} & in_use.keys()
-        tiles, lists = lists_of(
-            layout_key[0],
-            sources,
-            frame,
-            coordinates=Coordinates.of(call.pattern, frame) if of_positions else None,
-            valid=hidden,
-            has_slot_bias="slot_bias" in in_use,
-        )
+        tiles, lists = _tiles_and_lists(call, backend, parts, hidden)
         layout = layout_cache.layout(tiles, *layout_key[1:])
         return Work(layout=layout, lists=lists, key_mask=hidden)
     build = BACKENDS[backend].selected_layout
@@ -83,6 +82,72 @@ def work_of(call: Call, backend: str, parts: Parts | None = None) -> Work:
         return Work(layout=selected, key_mask=hidden)
     layout, rows = layout_of(*layout_key)
     return Work(layout=layout, first_bitmap_rows=rows, key_mask=hidden)
+
+
+def _hidden_keys(call: Call, masks: KeyMasks) -> Tensor | None:
+    """Returns the keys that key masks leave visible, bool [B or 1, Nk]; None without a mask."""
+    return key_mask(masks, call.frame.kv_len, call.query.device) if masks else None
+
+
+def _tiles_and_lists(
+    call: Call, backend: str, parts: Parts, hidden: Tensor | None
+) -> tuple[Pattern, tuple[Lists, ...]]:
+    """Lists the keys that tiles do not have; returns the pattern for tiles, and the lists."""
+    tiles, frame, *_ = parts.layout_key
+    in_use = call.options.in_use
+    return lists_of(
+        tiles,
+        parts.sources,
+        frame,
+        coordinates=Coordinates.of(call.pattern, frame) if _BY_PLACE & in_use.keys() else None,
+        valid=hidden,
+        has_slot_bias="slot_bias" in in_use,
+        list_keys=BACKENDS[backend].list_keys,
+    )
+
+
+_BY_PLACE = {"distance_bias", "dropout_p"}  # options that read the positions of tokens
+
+
+def listed_once(call: Call, backend: str) -> Call:
+    """Returns a call over the keys that its queries list, so that backward lists none again.
+
+    Autograd saves these keys in place of a selection's indices. The call stays as it is if it has
+    no lists of single keys, if its bias belongs to the slots of the indices, if distances or
+    dropout count in a tree or in documents of their own, or if the keys would take more memory than
+    the indices.
+    """
+    in_use, pattern = call.options.in_use, call.pattern
+    if not has_lists(pattern) or {"block_bias", "slot_bias"} & in_use.keys() or call.q_start < 0:
+        return call
+    if _BY_PLACE & in_use.keys() and Coordinates.differ(pattern):
+        return call
+    parts = parts_of_call(call, backend)
+    if not _saves_memory(parts):
+        return call
+    tiles, lists = _tiles_and_lists(call, backend, parts, _hidden_keys(call, parts.key_masks))
+    if (ready := BACKENDS[backend].ready_lists) is not None:
+        lists = tuple(ready(x, call.frame.kv_len, call.query.device) for x in lists)
+    pattern = with_key_lists(tiles, lists, parts.key_masks, call.q_start)
+    return call._replace(pattern=pattern)
+
+
+def _saves_memory(parts: Parts) -> bool:
+    """Whether the keys that queries list take at most the memory of the selections' indices."""
+    (tiles, frame, *_), masks, sources = parts
+    selections = [x.selection for of_branch in sources for x in of_branch]
+    if any(isinstance(x, EdgeLists) for x in selections):
+        return False  # padded, they take more
+    listed = 0
+    for own, of_branch in zip(tiles.branches, sources, strict=True):
+        limits = (x.limit for x in of_branch if x.limit is not None)
+        inside = (mask for x in of_branch for mask in (x.selection, *x.inside))
+        every = own, *masks, *limits, *inside
+        batches = max(x.num_batches() or 1 for x in every)
+        tables = max(x.num_tables(frame) for x in every)
+        slots = sum(x.selection.indices.shape[-1] * x.selection.block_size for x in of_branch)
+        listed += 4 * batches * tables * frame.q_len * slots  # int32
+    return listed <= sum(x.indices.nbytes for x in selections)
 
 
 def problem_of(call: Call, backend: str, parts: Parts | None = None) -> Problem:

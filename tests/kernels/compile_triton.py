@@ -28,10 +28,10 @@ import sparsering as sr
 from sparsering.coordinates import CoordinateBias
 from sparsering.kernels.problem import Problem
 from sparsering.kernels.triton import call as backend
-from sparsering.kernels.triton import configs, extra_arguments, lists
+from sparsering.kernels.triton import configs, extra_arguments, key_lists, lists
 from sparsering.kernels.triton import launch as triton_launch
 from sparsering.layouts.layout import BlockLayout, Pass
-from sparsering.layouts.lists import Coordinates, Lists
+from sparsering.layouts.lists import Coordinates, ListedPairs, Lists
 from sparsering.patterns.algebra import Frame
 
 AMD = 0  # in place of a compute capability: an MI300, with the configs of 80
@@ -43,6 +43,7 @@ TYPES = {
     torch.int32: "i32",
     torch.int16: "i16",
     torch.uint8: "u8",
+    torch.bool: "i1",
 }
 
 
@@ -101,12 +102,22 @@ def launches_of_lists(
             torch.zeros(1, 3, query.shape[2], dtype=torch.int64),
             torch.zeros(1, 2, 1, key.shape[2], dtype=torch.int64),
         )
-    keys = torch.zeros(shape, dtype=torch.int32)
-    listed = Lists(keys=keys, branch=0, coordinates=at, place=keys if case.get("bias") else None)
     heads = query.shape[1]
+    frame = Frame.build(query.shape[2], key.shape[2], heads, key.shape[1], None)
+    selection = sr.SelectedBlocks(torch.zeros(shape, dtype=torch.int64), 1)
+    key_lists.interpreting = lambda: True  # so that it takes lists that are not on a GPU
+    hidden = (
+        torch.ones(1, key.shape[2], dtype=torch.bool)
+        if "key_mask" in case.get("extras", ())
+        else None
+    )
+    listed = key_lists.list_keys(ListedPairs(selection, limit=sr.Causal()), frame, hidden, 0)
+    listed = listed._replace(coordinates=at)
+    if case.get("bias"):  # lists with a bias are in the order of its slots
+        keys = torch.zeros(shape, dtype=torch.int32)
+        listed = Lists(keys=keys, branch=0, coordinates=at, place=keys)
     given = extras(heads, query.shape[2], key.shape[2], case.get("reach", 128))
     bias = torch.zeros(1, heads, query.shape[2], slots) if case.get("bias") else None
-    frame = Frame.build(query.shape[2], key.shape[2], heads, key.shape[1], None)
     problem = Problem(
         BlockLayout(frame, 128, (), 0), *inputs, case.get("scale", 0.1), bias, lists=(listed,),
         **{name: given[name] for name in case.get("extras", ()) if name != "key_mask"},

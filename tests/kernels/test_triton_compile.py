@@ -312,6 +312,16 @@ def test_lists_of_keys_spill_no_register_without_extras(capability):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("capability", [80, 90, 100])
+def test_sorting_lists_spills_no_register(capability):
+    cases = [{"list": n, "tokens": 64} for n in (20, 2048, 4096)]
+    cases.append({**cases[1], "extras": ["key_mask"]})
+    made = run(str(capability), "--kernels", "list_rows_kernel", *cases)
+    assert len(made) == len(cases)
+    assert not any(x["spilled"] for x in made), made
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("capability", [80, 90, 100])
 def test_items_of_lists_spill_no_register(capability):
     """Sums over many heads, for each width that has its own config.
 

@@ -19,6 +19,7 @@ from .tile_scores import apart, bias_at, capped, kept_pairs, products, words_of
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
 _FIRST = tl.constexpr(512)  # channels of a row before its rest
+_NO_KEY = tl.constexpr(2**31 - 1)  # sorts behind all keys
 
 
 @triton.jit
@@ -64,13 +65,13 @@ def _rows_of(pointers, real, HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr):
 
 
 @triton.jit
-def _keys_at(pointer, first, slots, KEYS: tl.constexpr):
-    """Loads KEYS listed keys from slot `first` on, int64; -1 for no key.
+def _keys_at(pointer, first, count, KEYS: tl.constexpr):
+    """Loads KEYS of the `count` keys that a row lists, from slot `first` on, int64; -1 for no key.
 
     A step loads those of the next one, so that the loads of its rows do not wait for theirs.
     """
     slot = first + tl.arange(0, KEYS)
-    return tl.load(pointer + slot, mask=slot < slots, other=-1).to(tl.int64)
+    return tl.load(pointer + slot, mask=slot < count, other=-1).to(tl.int64)
 
 
 @triton.jit
@@ -99,11 +100,56 @@ def _place_of_key(
 
 
 @kernel
+def list_rows_kernel(
+    indices, valid, keys, counts,
+    table_batch: tl.int64, valid_batch: tl.int64, rows: tl.int64, slots: tl.int64,
+    first_row: tl.int64, q_start: tl.int64, q_len: tl.int64, kv_len: tl.int64,
+    left: tl.int64, right: tl.int64, near_left: tl.int64, near_right: tl.int64,
+    tables: tl.int32, row_size: tl.int32,
+    SIZE: tl.constexpr, NUMBER: tl.constexpr, HIDDEN: tl.constexpr,
+):
+    """Writes the keys that one query lists [B, tables, Nq, slots * SIZE], and their number.
+
+    `indices` [B or 1, tables, rows, slots] are blocks of SIZE keys; a repeat counts once. Keys of
+    the query at position p are those from `p - left` to `p + right`, but not from `p - near_left`
+    to `p + near_right`; with HIDDEN, only those that are true in `valid` [B or 1, Nk]. They ascend,
+    and -1 stands behind them. NUMBER is a power of two, not below slots * SIZE.
+    """
+    program = tl.program_id(0).to(tl.int64)
+    position = q_start + program % q_len
+    table = program // q_len % tables
+    batch = program // q_len // tables
+    row = tl.minimum(tl.maximum(position // row_size - first_row, 0), rows - 1)
+    number = tl.arange(0, NUMBER)
+    listed = slots * SIZE
+    from_row = indices + batch * table_batch + (table * rows + row) * slots
+    block = tl.load(from_row + number // SIZE, mask=number < listed, other=-1)
+    inside = (block >= 0) & (block < kv_len) & (position >= 0)
+    key = tl.where(inside, block, 0) * SIZE + number % SIZE
+    inside &= (key < kv_len) & (key >= position - left) & (key <= position + right)
+    inside &= (key < position - near_left) | (key > position + near_right)
+    if HIDDEN:
+        seen = tl.load(valid + batch * valid_batch + key, mask=inside, other=0)
+        inside &= seen != 0
+    ordered = tl.sort(tl.where(inside, key, _NO_KEY).to(tl.int32))
+    before = tl.gather(ordered, tl.maximum(number - 1, 0), 0)
+    first = (ordered < _NO_KEY) & ((ordered != before) | (number == 0))
+    count = tl.sum(first.to(tl.int32))
+    place = tl.cumsum(first.to(tl.int32)) - 1
+    to = keys + program * listed
+    tl.store(to + place, ordered, mask=first)
+    behind = (number >= count) & (number < listed)
+    tl.store(to + number, tl.full([NUMBER], -1, tl.int32), mask=behind)
+    tl.store(counts + program, count)
+
+
+@kernel
 def list_forward_kernel(
-    query, key, value, keys, place, bias, distance_bias, seed, of_query, of_key, out, lse,
+    query, key, value, keys, counts, place, bias, distance_bias, seed, of_query, of_key, out, lse,
     q_batch: tl.int64, q_head: tl.int64, q_token: tl.int64, k_batch: tl.int64, k_head: tl.int64,
     k_token: tl.int64, v_batch: tl.int64, v_head: tl.int64, v_token: tl.int64,
-    keys_batch: tl.int64, query_batch: tl.int64, key_batch: tl.int64, key_heads: tl.int64,
+    keys_batch: tl.int64, counts_batch: tl.int64, query_batch: tl.int64, key_batch: tl.int64,
+    key_heads: tl.int64,
     distance_batch: tl.int64, distance_head: tl.int64, seed_batch: tl.int64, q_start: tl.int64,
     q_len: tl.int64, kv_len: tl.int64, slots: tl.int64,
     lists: tl.int32, heads: tl.int32, kv_heads: tl.int32, tables: tl.int32, parts: tl.int32,
@@ -117,9 +163,10 @@ def list_forward_kernel(
 ):
     """Writes out [B, heads, Nq, Dv] and lse [B, heads, Nq] over listed keys.
 
-    `keys` [B or 1, tables, Nq, slots] has no repeats, and -1 for no key. With RUNNING, results are
-    merged into `out` (float32) and `lse`; with SINK, `lse` has the sinks at first, and `out` counts
-    as zeros. With SHARED, the first channels of a key are its value, and are loaded once.
+    A row of `keys` [B or 1, tables, Nq, slots] begins with its keys; `counts` says how many they
+    are. With RUNNING, results are merged into `out` (float32) and `lse`; with SINK, `lse` has the
+    sinks at first, and `out` counts as zeros. With SHARED, the first channels of a key are its
+    value, and are loaded once.
     """
     program = tl.program_id(0).to(tl.int64)
     part, row, batch, of_list, kv_head, table = _query_of(
@@ -150,10 +197,11 @@ def list_forward_kernel(
     highest = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, PADDED_VALUE_DIM], tl.float32)
-    ahead = _keys_at(keys + listed, 0, slots, KEYS)
-    for first in tl.range(0, slots, KEYS, num_stages=STAGES):
+    count = tl.load(counts + batch * counts_batch + table * q_len + row)
+    ahead = _keys_at(keys + listed, 0, count, KEYS)
+    for first in tl.range(0, count, KEYS, num_stages=STAGES):
         slot, token = first + tl.arange(0, KEYS), ahead
-        ahead = _keys_at(keys + listed, first + KEYS, slots, KEYS)
+        ahead = _keys_at(keys + listed, first + KEYS, count, KEYS)
         there = token >= 0
         k_rows = key + token * k_token
         k = _rows_of(k_rows, there, HEAD_DIM, PADDED_DIM)
@@ -212,14 +260,14 @@ def list_forward_kernel(
 
 @kernel
 def list_query_kernel(
-    query, key, value, grad_out, keys, place, bias, distance_bias, seed, of_query, of_key, delta,
-    row_lse, grad_query, grad_bias, grad_score,
+    query, key, value, grad_out, keys, counts, place, bias, distance_bias, seed, of_query, of_key,
+    delta, row_lse, grad_query, grad_bias, grad_score,
     q_batch: tl.int64, q_head: tl.int64, q_token: tl.int64, k_batch: tl.int64, k_head: tl.int64,
     k_token: tl.int64, v_batch: tl.int64, v_head: tl.int64, v_token: tl.int64, g_batch: tl.int64,
-    g_head: tl.int64, g_token: tl.int64, keys_batch: tl.int64, query_batch: tl.int64,
-    key_batch: tl.int64, key_heads: tl.int64, distance_batch: tl.int64, distance_head: tl.int64,
-    seed_batch: tl.int64, row_head: tl.int64, q_start: tl.int64, q_len: tl.int64, kv_len: tl.int64,
-    slots: tl.int64,
+    g_head: tl.int64, g_token: tl.int64, keys_batch: tl.int64, counts_batch: tl.int64,
+    query_batch: tl.int64, key_batch: tl.int64, key_heads: tl.int64, distance_batch: tl.int64,
+    distance_head: tl.int64, seed_batch: tl.int64, row_head: tl.int64, q_start: tl.int64,
+    q_len: tl.int64, kv_len: tl.int64, slots: tl.int64,
     lists: tl.int32, heads: tl.int32, kv_heads: tl.int32, tables: tl.int32, parts: tl.int32,
     reach: tl.int32, branch: tl.int32, least: tl.int32,
     scale: tl.float32, cap: tl.float32, kept_scale: tl.float32,
@@ -268,13 +316,14 @@ def list_query_kernel(
     if DROPPING:
         a, b = words_of(tl.load(seed + batch * seed_batch + stream), head, branch, position)
     dq = tl.zeros([ROWS, PADDED_DIM], tl.float32)
-    ahead = _keys_at(keys + listed, 0, slots, KEYS)
-    for first in tl.range(0, slots, KEYS, num_stages=STAGES):
+    count = tl.load(counts + batch * counts_batch + table * q_len + row)
+    ahead = _keys_at(keys + listed, 0, count, KEYS)
+    for first in tl.range(0, count, KEYS, num_stages=STAGES):
         slot, token = first + tl.arange(0, KEYS), ahead
         if REST and q.dtype == tl.float32:  # no registers are left to load a step ahead
-            token = _keys_at(keys + listed, first, slots, KEYS)
+            token = _keys_at(keys + listed, first, count, KEYS)
         else:
-            ahead = _keys_at(keys + listed, first + KEYS, slots, KEYS)
+            ahead = _keys_at(keys + listed, first + KEYS, count, KEYS)
         there = token >= 0
         pairs = real[:, None] & there[None, :]
         k_rows, v_rows = key + token * k_token, value + token * v_token

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ...ground.dropout import threshold
 from ...ground.numerics import power_of_2
-from ...ground.rows import first_in_row
+from ...ground.rows import distinct_in_rows
 from ...ground.streams import moved
 from ...layouts.lists import Coordinates, Lists
 from ..problem import Problem
@@ -30,39 +30,43 @@ _CHANNELS, _ITEMS = 512, 8  # most channels of a program that sums items; items 
 class DeviceLists(NamedTuple):
     """Lists on the device of a call, in the form that kernels read."""
 
-    keys: Tensor  # int32 [B or 1, tables, Nq, n] without repeats, -1 for no key
+    # int32 [B or 1, tables, Nq, n]: in a row, keys ascend without repeats, and -1 is behind them
+    keys: Tensor
+    counts: Tensor  # int32 [B or 1, tables, Nq], the number of keys of each row
     place: Tensor | None  # int32 like `keys`: `Lists.place`, if the call has a slot bias
     coordinates: Coordinates | None
     branch: int
     heads: int  # heads whose lists are read separately: those with a table, or kv heads if more
 
 
-def on_device(problem: Problem, lists: Lists) -> DeviceLists:
-    """Copies lists to the call's device for kernels; repeats of a key become -1.
+def ready_lists(lists: Lists, kv_len: int, device: torch.device) -> Lists:
+    """Returns lists of kv_len keys on a call's device, in the order that kernels read.
 
-    In order, each row's keys ascend and -1 stands behind them: a row's steps are then those of the
-    keys that it sees, whatever the slots of a list are.
+    A row's steps are then those of the keys that it sees, whatever the slots of a list are.
     """
+    keys, counts, place = moved(lists.keys, device), lists.counts, lists.place
+    if counts is not None:
+        return lists._replace(keys=keys, counts=moved(counts, device))
+    keys, counts, slot = distinct_in_rows(keys, kv_len)
+    if place is not None:
+        place = moved(place, device).gather(-1, slot)
+    return lists._replace(keys=keys, counts=counts, place=place)
+
+
+def on_device(problem: Problem, lists: Lists) -> DeviceLists:
+    """Returns lists as kernels read them, on the call's device."""
     device, at = problem.query.device, lists.coordinates
-    keys = moved(lists.keys, device)
-    keys = torch.where(first_in_row(keys, problem.key.shape[2]), keys, -1).contiguous()
-    place = None
-    if problem.block_bias is not None:
-        assert lists.place is not None
-        place = moved(lists.place, device).contiguous()
-    if problem.in_order:
-        last = torch.iinfo(keys.dtype).max
-        keys, slot = torch.where(keys < 0, last, keys).sort(dim=-1)
-        keys = torch.where(keys == last, -1, keys)
-        place = None if place is None else place.gather(-1, slot)
+    ready = ready_lists(lists, problem.key.shape[2], device)
+    assert ready.counts is not None
     if at is not None:
         at = Coordinates(*(moved(x, device).contiguous() for x in at))
     return DeviceLists(
-        keys=keys,
-        place=place,
+        keys=ready.keys,
+        counts=ready.counts,
+        place=None if problem.block_bias is None else ready.place,
         coordinates=at,
         branch=lists.branch,
-        heads=max(keys.shape[1], problem.key.shape[1]),
+        heads=max(ready.keys.shape[1], problem.key.shape[1]),
     )
 
 
@@ -343,7 +347,7 @@ def _tensors(problem: Problem, listed: DeviceLists) -> dict[str, Tensor]:
     }
     given = {name: listed.keys if x is None else x for name, x in optional.items()}
     inputs = {"query": problem.query, "key": problem.key, "value": problem.value}
-    return {**inputs, "keys": listed.keys, **given}
+    return {**inputs, "keys": listed.keys, "counts": listed.counts, **given}
 
 
 def _numbers(problem: Problem, listed: DeviceLists) -> dict[str, int]:
@@ -363,6 +367,7 @@ def _batches(problem: Problem, listed: DeviceLists) -> dict[str, int]:
     at, seed = listed.coordinates, problem.dropout_seed
     return {
         "keys_batch": listed.keys.stride(0) if len(listed.keys) > 1 else 0,
+        "counts_batch": listed.counts.stride(0) if len(listed.counts) > 1 else 0,
         "query_batch": at.query.stride(0) if at is not None and len(at.query) > 1 else 0,
         "key_batch": at.key.stride(0) if at is not None and len(at.key) > 1 else 0,
         "seed_batch": 0 if seed is None else seed.shape[1],
