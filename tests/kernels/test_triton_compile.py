@@ -294,6 +294,7 @@ def test_lists_of_keys_spill_no_register_without_extras(capability):
         *({"list": 2048, "heads": 8, "head_dim": width} for width in (64, 128, 256)),
         {"list": 2048, "heads": 64, "kv_heads": 1},
         {**latents, "heads": 128},
+        {**latents, "heads": 128, "queries": 1},
         {**latents, "heads": 16, "dtype": "float32"},
         {"list": 20, "head_dim": 72, "dtype": "float16"},
         {"list": 64, "head_dim": 64, **extras},

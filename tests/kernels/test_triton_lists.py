@@ -276,6 +276,36 @@ def test_launches_of_a_call(launched):
     assert launched == ["prepare_kernel", "list_query_kernel", "list_key_kernel"]
 
 
+CUT = {
+    "alone": (lambda chosen: chosen, {}),
+    "with a sink": (lambda chosen: chosen & sr.Causal(), {"sink": torch.tensor([0.5, -1.0])}),
+    "beside a window": (lambda chosen: (chosen | sr.SlidingWindow(10)) & sr.Causal(), {}),
+    "twice": (lambda chosen: chosen + (chosen & sr.SlidingWindow(99)), {"softcap": 3.0}),
+}
+
+
+@pytest.mark.parametrize("name", CUT)
+def test_few_queries_take_the_keys_of_long_lists_in_parts(monkeypatch, launched, name):
+    """Four processors run two programs each; the parts of a short list are empty."""
+    monkeypatch.setattr(list_launches, "_LEAST_KEYS", 16)
+    join, options = CUT[name]
+    case = Case(1, 2, 1, 2, 150, 16, 20, 148)
+    drawn = listed(case, 140)
+    drawn[..., -1, 20:] = -1
+    pattern = join(sr.SelectedBlocks(drawn, 1))
+    assert_is_exact(pattern, case, **options)
+    assert launched.count("list_merge_kernel") == len(pattern.branches)
+
+
+def test_in_order_no_list_is_cut(monkeypatch, launched):
+    monkeypatch.setattr(list_launches, "_LEAST_KEYS", 16)
+    case = Case(1, 2, 1, 1, 50, 16, 16, 49)
+    args, pattern = inputs(case, torch.float32), sr.SelectedBlocks(listed(case, 40), 1)
+    with sr.batch_invariant():
+        sr.attention(*map(placed, args), pattern, q_start=49, backend="triton")
+    assert launched == ["list_rows_kernel", "list_forward_kernel"]
+
+
 def test_entries_are_sorted_by_key_in_the_order_of_queries():
     keys = torch.tensor([[3, -1, 1], [1, 3, 0]])[None, None].to(DEVICE)
     order, start = list_launches._sorted_by(keys, 4)

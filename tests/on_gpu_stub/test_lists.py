@@ -101,6 +101,20 @@ def test_heads_as_wide_as_latents(hopper):
     assert Counter(x.kernel for x in counts.launches) == FORWARD + BY_ITEM
 
 
+def test_one_query_over_a_long_list_keeps_all_processors_busy(hopper):
+    query, key = rows(128, 1, 576), rows(1, 4096, 576)
+    chosen = indices(1, 2048, 1) * 8
+
+    def call() -> None:
+        pattern = sr.SelectedBlocks(chosen, 1, first_row=4095) & sr.Causal()
+        sr.attention(query, key, key[..., :512], pattern)
+
+    counts = steady(call, triton=3, torch=8)
+    assert Counter(x.kernel for x in counts.launches) == FORWARD + Counter(list_merge_kernel=1)
+    (forward,) = (x for x in counts.launches if x.kernel == "list_forward_kernel")
+    assert forward.programs == 4 * 32  # 32 heads each, and 64 keys; there are 132 processors
+
+
 def test_a_call_can_be_captured(hopper):
     call = call_of()
     call()

@@ -22,6 +22,19 @@ def merge(out, lse, other_out, other_lse):
     return merged, tl.where(none, float("-inf"), base + tl.log(total))
 
 
+@triton.jit
+def add_pieces(acc, total, highest, other, other_lse):
+    """Adds the results of pieces [pieces, rows, Dv] to the sums of their rows.
+
+    Returns (acc [rows, Dv], total [rows], highest [rows]), where weights are relative to `highest`.
+    """
+    most = tl.maximum(highest, tl.max(other_lse, 0))
+    base = tl.where(most == float("-inf"), 0.0, most)
+    earlier, weight = tl.exp(highest - base), tl.exp(other_lse - base)
+    acc = acc * earlier[:, None] + tl.sum(other * weight[:, :, None], 0)
+    return acc, total * earlier + tl.sum(weight, 0), most
+
+
 @kernel
 def merge_kernel(
     piece_out, piece_lse, out, lse, cuts, tile_start, tile_stop,
@@ -58,11 +71,7 @@ def merge_kernel(
         other_lse = tl.load(piece_lse + place, mask=has, other=float("-inf"))
         source = piece_out + place[:, :, None] * VALUE_DIM + dim
         other = tl.load(source, mask=has[:, :, None] & kept, other=0.0)
-        most = tl.maximum(natural, tl.max(other_lse, 0))
-        base = tl.where(most == float("-inf"), 0.0, most)
-        earlier, weight = tl.exp(natural - base), tl.exp(other_lse - base)
-        acc = acc * earlier[:, None] + tl.sum(other * weight[:, :, None], 0)
-        total, natural = total * earlier + tl.sum(weight, 0), most
+        acc, total, natural = add_pieces(acc, total, natural, other, other_lse)
     total = tl.where(total == 0.0, 1.0, total)  # without keys, natural is -inf
     acc, natural = acc / total[:, None], natural + tl.log(total)
     tl.store(to_out, acc.to(out.dtype.element_ty), mask=kept)

@@ -13,11 +13,12 @@ import triton
 import triton.language as tl
 
 from .backward import weight_of
-from .combine import merge
+from .combine import add_pieces, merge
 from .device import elements, kernel
 from .tile_scores import apart, bias_at, capped, kept_pairs, products, words_of
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
+_PIECES = tl.constexpr(8)  # pieces of a row that are loaded at once, and added in a fixed order
 _FIRST = tl.constexpr(512)  # channels of a row before its rest
 _NO_KEY = tl.constexpr(2**31 - 1)  # sorts behind all keys
 
@@ -146,6 +147,7 @@ def list_rows_kernel(
 @kernel
 def list_forward_kernel(
     query, key, value, keys, counts, place, bias, distance_bias, seed, of_query, of_key, out, lse,
+    piece_out, piece_lse,
     q_batch: tl.int64, q_head: tl.int64, q_token: tl.int64, k_batch: tl.int64, k_head: tl.int64,
     k_token: tl.int64, v_batch: tl.int64, v_head: tl.int64, v_token: tl.int64,
     keys_batch: tl.int64, counts_batch: tl.int64, query_batch: tl.int64, key_batch: tl.int64,
@@ -153,25 +155,27 @@ def list_forward_kernel(
     distance_batch: tl.int64, distance_head: tl.int64, seed_batch: tl.int64, q_start: tl.int64,
     q_len: tl.int64, kv_len: tl.int64, slots: tl.int64,
     lists: tl.int32, heads: tl.int32, kv_heads: tl.int32, tables: tl.int32, parts: tl.int32,
-    reach: tl.int32, branch: tl.int32, least: tl.int32,
+    pieces: tl.int32, reach: tl.int32, branch: tl.int32, least: tl.int32,
     scale: tl.float32, cap: tl.float32, kept_scale: tl.float32,
     ROWS: tl.constexpr, KEYS: tl.constexpr, HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr,
     REST: tl.constexpr, VALUE_DIM: tl.constexpr, PADDED_VALUE_DIM: tl.constexpr,
     ALIGN: tl.constexpr, RUNNING: tl.constexpr, SINK: tl.constexpr, BIASED: tl.constexpr,
     CAPPED: tl.constexpr, DISTANCES: tl.constexpr, DROPPING: tl.constexpr, PLACED: tl.constexpr,
-    PRECISION: tl.constexpr, STAGES: tl.constexpr, SHARED: tl.constexpr,
+    PRECISION: tl.constexpr, STAGES: tl.constexpr, SHARED: tl.constexpr, CUT: tl.constexpr,
 ):
     """Writes out [B, heads, Nq, Dv] and lse [B, heads, Nq] over listed keys.
 
     A row of `keys` [B or 1, tables, Nq, slots] begins with its keys; `counts` says how many they
     are. With RUNNING, results are merged into `out` (float32) and `lse`; with SINK, `lse` has the
     sinks at first, and `out` counts as zeros. With SHARED, the first channels of a key are its
-    value, and are loaded once.
+    value, and are loaded once. With CUT, a program takes one of `pieces` parts of a row's keys; it
+    writes to piece_out [B, heads, Nq, pieces, Dv] and piece_lse, for `list_merge_kernel`.
     """
     program = tl.program_id(0).to(tl.int64)
     part, row, batch, of_list, kv_head, table = _query_of(
-        program, parts, q_len, lists, heads, kv_heads, tables
+        program, parts * pieces, q_len, lists, heads, kv_heads, tables
     )
+    part, piece = part // pieces, part % pieces
     group = heads // lists
     in_group = part * ROWS + tl.arange(0, ROWS)
     real = in_group < group
@@ -198,8 +202,13 @@ def list_forward_kernel(
     total = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, PADDED_VALUE_DIM], tl.float32)
     count = tl.load(counts + batch * counts_batch + table * q_len + row)
-    ahead = _keys_at(keys + listed, 0, count, KEYS)
-    for first in tl.range(0, count, KEYS, num_stages=STAGES):
+    begin = 0
+    if CUT:
+        each = (count + pieces * KEYS - 1) // (pieces * KEYS) * KEYS
+        begin = piece * each
+        count = tl.minimum(begin + each, count)
+    ahead = _keys_at(keys + listed, begin, count, KEYS)
+    for first in tl.range(begin, count, KEYS, num_stages=STAGES):
         slot, token = first + tl.arange(0, KEYS), ahead
         ahead = _keys_at(keys + listed, first + KEYS, count, KEYS)
         there = token >= 0
@@ -246,16 +255,50 @@ def list_forward_kernel(
     natural = tl.where(some, highest + tl.log(total), float("-inf"))
     dim = tl.arange(0, PADDED_VALUE_DIM)
     kept = real[:, None] & (dim < VALUE_DIM)[None, :]
-    to_out = out + of_row[:, None] * VALUE_DIM + dim[None, :]
-    if RUNNING:
-        earlier = tl.load(to_out, mask=kept, other=0.0)
-        earlier_lse = tl.load(lse + of_row, mask=real, other=float("-inf"))
-        acc, natural = merge(earlier, earlier_lse, acc, natural)
-    elif SINK:
-        sinks = tl.load(lse + of_row, mask=real, other=float("-inf"))
-        acc, natural = merge(tl.zeros_like(acc), sinks, acc, natural)
-    tl.store(to_out, acc.to(out.dtype.element_ty), mask=kept)
-    tl.store(lse + of_row, natural, mask=real)
+    if CUT:
+        place = of_row * pieces + piece
+        tl.store(piece_out + place[:, None] * VALUE_DIM + dim[None, :], acc, mask=kept)
+        tl.store(piece_lse + place, natural, mask=real)
+    else:
+        to_out = out + of_row[:, None] * VALUE_DIM + dim[None, :]
+        if RUNNING:
+            earlier = tl.load(to_out, mask=kept, other=0.0)
+            earlier_lse = tl.load(lse + of_row, mask=real, other=float("-inf"))
+            acc, natural = merge(earlier, earlier_lse, acc, natural)
+        elif SINK:
+            sinks = tl.load(lse + of_row, mask=real, other=float("-inf"))
+            acc, natural = merge(tl.zeros_like(acc), sinks, acc, natural)
+        tl.store(to_out, acc.to(out.dtype.element_ty), mask=kept)
+        tl.store(lse + of_row, natural, mask=real)
+
+
+@kernel
+def list_merge_kernel(
+    piece_out, piece_lse, out, lse, pieces: tl.int64,
+    VALUE_DIM: tl.constexpr, PADDED_VALUE_DIM: tl.constexpr, RUNNING: tl.constexpr,
+    SINK: tl.constexpr,
+):
+    """Merges the results of the pieces of one row's keys into out [B, heads, Nq, Dv] and lse."""
+    row = tl.program_id(0).to(tl.int64)
+    dim = tl.arange(0, PADDED_VALUE_DIM)[None, :]
+    to_out, kept = out + row * VALUE_DIM + dim, dim < VALUE_DIM
+    to_lse = lse + row + tl.arange(0, 1)
+    acc = tl.load(to_out, mask=kept & RUNNING, other=0.0).to(tl.float32)
+    highest = tl.load(to_lse) if RUNNING or SINK else tl.full([1], float("-inf"), tl.float32)
+    total = tl.where(highest == float("-inf"), 0.0, 1.0)
+    for begin in range(0, pieces, _PIECES):
+        piece = begin + tl.arange(0, _PIECES)
+        there, place = piece < pieces, row * pieces + piece
+        other_lse = tl.load(piece_lse + place, mask=there, other=float("-inf"))
+        other = tl.load(
+            piece_out + place[:, None] * VALUE_DIM + dim, mask=there[:, None] & kept, other=0.0
+        )
+        acc, total, highest = add_pieces(
+            acc, total, highest, other[:, None, :], other_lse[:, None]
+        )
+    total = tl.where(total == 0.0, 1.0, total)
+    tl.store(to_out, (acc / total[:, None]).to(out.dtype.element_ty), mask=kept)
+    tl.store(to_lse, highest + tl.log(total))
 
 
 @kernel

@@ -4,6 +4,7 @@ Results are merged into those of a layout, if there is one. The host never waits
 device finds repeats, and sorts the items of lists by key.
 """
 
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -16,7 +17,7 @@ from ...ground.streams import moved
 from ...layouts.lists import Coordinates, Lists
 from ..problem import Problem
 from .configs import Config, generation, shared_memory
-from .launch import Launch, kept, kind_of, launch, padded, precision, strides
+from .launch import Launch, kept, kind_of, launch, padded, precision, processors, strides
 
 MOST_LIST_DIM = 576
 _FIRST = 512  # channels of a row before its rest (list_kernels.py)
@@ -24,6 +25,8 @@ _SPLITS, _COUNT = 16, 256  # parts of a distance's pairs; numbers that a program
 _PAIRS_OF_KEY = 4096  # numbers of query rows in the registers of a program that sums dK
 _BYTES_OF_GROUP = 16  # least bytes of a channel of all heads of a list that sum dK by item
 _BYTES_OF_ITEMS = 256 << 20  # bytes of dK and dV of items that any call may take
+# programs that a multiprocessor runs at a time, keys of the smallest part of a row, parts of a row
+_PROGRAMS_OF_PROCESSOR, _LEAST_KEYS, _MOST_PIECES = 2, 64, 64
 _CHANNELS, _ITEMS = 512, 8  # most channels of a program that sums items; items loaded at a time
 
 
@@ -78,27 +81,55 @@ def attend_lists(
     If `fresh`, it overwrites all of `out`, and `lse` holds -inf or the sinks; else `out` is
     float32.
     """
-    from .list_kernels import list_forward_kernel
+    from .list_kernels import list_forward_kernel, list_merge_kernel
 
-    tensors = {**_tensors(problem, listed), "out": out, "lse": lse}
+    config = _config(problem, listed)
+    rows = math.prod(out.shape[:3])
+    pieces = _pieces(problem, listed, config)
+    piece_out = piece_lse = lse  # placeholders: if no list is cut, no program writes pieces
+    if pieces > 1:
+        piece_lse = lse.new_empty(rows, pieces)
+        piece_out = lse.new_empty(rows, pieces, out.shape[3])
+    tensors = {
+        **_tensors(problem, listed),
+        **{"out": out, "lse": lse, "piece_out": piece_out, "piece_lse": piece_lse},
+    }
 
     def build() -> list[Launch]:
-        config, fixed = _config(problem, listed), _fixed(problem, listed)
+        fixed = _fixed(problem, listed)
         fixed |= {
             **strides(q=problem.query, k=problem.key, v=problem.value),
             "RUNNING": not fresh,
             "SINK": problem.sink is not None,
+            "CUT": pieces > 1,
+            "pieces": pieces,
             **_shape(problem, listed, config),
         }
-        programs = fixed["parts"] * listed.heads * len(problem.query) * problem.query.shape[2]
-        return [Launch(list_forward_kernel, programs, config, fixed)]
+        programs = fixed["parts"] * pieces * listed.heads * len(problem.query)
+        cut = Launch(list_forward_kernel, programs * problem.query.shape[2], config, fixed)
+        return [cut, *[Launch(list_merge_kernel, rows, None, fixed)] * (pieces > 1)]
 
-    kind = "forward", fresh, problem.sink is None, *_kind(problem, listed, out)
+    kind = "forward", fresh, problem.sink is None, pieces, *_kind(problem, listed, out)
     launch(
         kept(kind, build, out.device),
         tensors | _numbers(problem, listed),
         out.device,
     )
+
+
+def _pieces(problem: Problem, listed: DeviceLists, config: Config) -> int:
+    """Returns in how many parts programs take the keys of a row: several if queries are few.
+
+    A part has at least 64 keys. In order there is one, since a row's sums must not depend on how
+    many rows a call has.
+    """
+    if problem.in_order:
+        return 1
+    group = problem.query.shape[1] // listed.heads
+    programs = -(-group // config.rows) * listed.heads * problem.query.shape[2] * len(problem.query)
+    wanted = _PROGRAMS_OF_PROCESSOR * processors(problem.query.device) // max(1, programs)
+    most = listed.keys.shape[3] // _LEAST_KEYS
+    return 1 << max(0, min(wanted, most, _MOST_PIECES).bit_length() - 1)
 
 
 class ListGradients(NamedTuple):
