@@ -11,6 +11,7 @@ from ..checks import needs_operator, observed
 from ..ground.numerics import without_autocast
 from ..kernels.backends import BACKENDS
 from ..kernels.triton import remember
+from ..patterns.selected import has_lists
 from .behind_padding import parts_of
 from .decision import Decision
 from .exported import is_exported, tables_of
@@ -46,9 +47,6 @@ def attend(call: Call, decision: Decision) -> tuple[Tensor, Tensor]:
         with without_autocast(call.query):
             return attend_scored(call, decision.backend)
     if backend.reads_layouts:
-        if backend.runs_lists and _recorded_alone(call):
-            call = listed_once(call, decision.backend)
-            pattern = call.pattern
         text, operands = pattern.operands
         if torch.compiler.is_exporting():
             operands = (*operands, *tables_of(call))
@@ -56,6 +54,8 @@ def attend(call: Call, decision: Decision) -> tuple[Tensor, Tensor]:
         if not decision.is_plain:
             tensors += call.inputs
         if decision.learns or (tensors and needs_operator(*tensors)):
+            if backend.runs_lists and _is_recorded_alone(call):
+                text, operands = listed_once(call, decision.backend).pattern.operands
             return attention_op(
                 query=call.query,
                 key=call.key,
@@ -72,9 +72,9 @@ def attend(call: Call, decision: Decision) -> tuple[Tensor, Tensor]:
         return backend.run(call, partial(parts_of, call, decision.backend, parts))
 
 
-def _recorded_alone(call: Call) -> bool:
-    """Whether autograd records a call, and nothing else observes it or its pattern's tensors."""
-    if not call.pattern.tensors or not torch.is_grad_enabled():
+def _is_recorded_alone(call: Call) -> bool:
+    """Whether autograd records a call over lists, and nothing else observes it or its tensors."""
+    if not has_lists(call.pattern) or not torch.is_grad_enabled():
         return False
     tensors = *call.inputs, *call.options.in_use.values(), *call.pattern.tensors
     learns = any(isinstance(x, Tensor) and x.requires_grad for x in tensors)

@@ -26,8 +26,8 @@ from ..layouts.lists import (
     with_key_lists,
 )
 from ..patterns.algebra import Frame, Pattern
-from ..patterns.keys import KeyMasks, key_mask
-from ..patterns.selected import EdgeLists, has_lists
+from ..patterns.keys import key_mask
+from ..patterns.selected import EdgeLists
 from .decision import Parts, parts_of_call
 
 
@@ -70,7 +70,7 @@ def work_of(call: Call, backend: str, parts: Parts | None = None) -> Work:
     parts = parts or parts_of_call(call, backend)
     layout_key, masks, sources = parts
     in_use = call.options.in_use
-    hidden = _hidden_keys(call, masks)
+    hidden = key_mask(masks, layout_key[1].kv_len, call.query.device) if masks else None
     if sources:
         tiles, lists = _tiles_and_lists(call, backend, parts, hidden)
         layout = layout_cache.layout(tiles, *layout_key[1:])
@@ -82,11 +82,6 @@ def work_of(call: Call, backend: str, parts: Parts | None = None) -> Work:
         return Work(layout=selected, key_mask=hidden)
     layout, rows = layout_of(*layout_key)
     return Work(layout=layout, first_bitmap_rows=rows, key_mask=hidden)
-
-
-def _hidden_keys(call: Call, masks: KeyMasks) -> Tensor | None:
-    """Returns the keys that key masks leave visible, bool [B or 1, Nk]; None without a mask."""
-    return key_mask(masks, call.frame.kv_len, call.query.device) if masks else None
 
 
 def _tiles_and_lists(
@@ -112,23 +107,24 @@ _BY_PLACE = {"distance_bias", "dropout_p"}  # options that read the positions of
 def listed_once(call: Call, backend: str) -> Call:
     """Returns a call over the keys that its queries list, so that backward lists none again.
 
-    Autograd saves these keys in place of a selection's indices. The call stays as it is if it has
-    no lists of single keys, if its bias belongs to the slots of the indices, if distances or
-    dropout count in a tree or in documents of their own, or if the keys would take more memory than
-    the indices.
+    Autograd saves these keys in place of a selection's indices. The call stays as it is if its bias
+    belongs to the slots of the indices, if distances or dropout count in a tree or in documents of
+    their own, or if the keys would take more memory than the indices.
     """
     in_use, pattern = call.options.in_use, call.pattern
-    if not has_lists(pattern) or {"block_bias", "slot_bias"} & in_use.keys() or call.q_start < 0:
+    if {"block_bias", "slot_bias"} & in_use.keys() or call.q_start < 0:
         return call
     if _BY_PLACE & in_use.keys() and Coordinates.differ(pattern):
         return call
     parts = parts_of_call(call, backend)
     if not _saves_memory(parts):
         return call
-    tiles, lists = _tiles_and_lists(call, backend, parts, _hidden_keys(call, parts.key_masks))
+    masks, kv_len, device = parts.key_masks, call.key.shape[2], call.query.device
+    hidden = key_mask(masks, kv_len, device) if masks else None
+    tiles, lists = _tiles_and_lists(call, backend, parts, hidden)
     if (ready := BACKENDS[backend].ready_lists) is not None:
-        lists = tuple(ready(x, call.frame.kv_len, call.query.device) for x in lists)
-    pattern = with_key_lists(tiles, lists, parts.key_masks, call.q_start)
+        lists = tuple(ready(x, kv_len, device) for x in lists)
+    pattern = with_key_lists(tiles, lists, masks, call.q_start)
     return call._replace(pattern=pattern)
 
 
