@@ -378,9 +378,9 @@ class Language:
         own.fenced.clear()
 
     def fence_async_shared(self) -> None:
-        own = self._program.current
-        own.fenced += own.arrived
-        own.arrived.clear()
+        if (own := self._program.current) is not None:
+            own.fenced += own.arrived
+            own.arrived.clear()
 
     @staticmethod
     def _init(barrier: Barrier, count: int) -> None:

@@ -198,6 +198,11 @@ def compiled(
             f"{path}.cubin",
         ]
         told = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+        overlapped = []
+        if kernel.is_gluon():
+            tool = triton.knobs.nvidia.cuobjdump.path
+            command = [tool, "-sass", f"{path}.cubin"]
+            overlapped = exponentials_during_products(subprocess.check_output(command, text=True))
     return {
         "kernel": kernel.__name__,
         "config": config and config._asdict(),
@@ -211,10 +216,25 @@ def compiled(
         "tcgen05": ptx.count("tcgen05.mma"),
         "mma": ptx.count("mma.sync"),
         "bulk_copies": ptx.count("cp.async.bulk.tensor"),
+        "overlapped": overlapped,
         "barrier_waits": ptx.count("mbarrier.try_wait"),
         "moved_registers": re.findall(r"setmaxnreg\.(\w+\.sync\.aligned\.u32 \s*\d+)", ptx),
         "copies": len(re.findall(r"cp\.async\.c", ptx)),
     }
+
+
+def exponentials_during_products(sass: str) -> list[int]:
+    """How many exponentials stand between a wait for the older of two products, and for both."""
+    waits = re.findall(r"WARPGROUP\.DEPBAR\.LE gsb0, 0x(\d)|(MUFU\.EX2)", sass)
+    found, count = [], None
+    for pending, exponential in waits:
+        if exponential:
+            count = None if count is None else count + 1
+        else:
+            if count is not None and pending == "0":
+                found.append(count)
+            count = 0 if pending == "1" else None
+    return found
 
 
 def compiled_for_amd(kernel: Any, options: dict, arguments: dict[str, Any]) -> dict[str, Any]:

@@ -86,6 +86,9 @@ def test_the_kernel_of_two_warp_groups_spills_no_register():
         assert not x["spilled"] and not x["serialized"], x
         assert x["registers"] * 12 * 32 <= 65536, x  # three groups of four warps
         assert x["wgmma"] and x["bulk_copies"] and x["barrier_waits"] and x["copies"], x
+        # of a thread, which has 64 rows * keys / 128 threads: a group's own products overlap too
+        assert len(x["overlapped"]) == 2, x
+        assert min(x["overlapped"]) >= x["config"]["streamed"] // 2, x
         moved = [text.split() for text in x["moved_registers"]]
         assert ["inc.sync.aligned.u32", "240"] in moved  # the second warp group
         assert ["dec.sync.aligned.u32", "240"] in moved  # the first, from what it had before

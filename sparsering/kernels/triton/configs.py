@@ -60,17 +60,9 @@ _SINGLE = {  # for float32, by generation, for every kernel; products use tf32x3
     80: ((32, 32, 8, 2), (32, 16, 8, 2), (16, 16, 8, 2)),
     90: ((64, 32, 8, 2), (32, 16, 8, 2), (16, 16, 8, 2)),
 }
-# For `candidates`, by head dim: shapes of `ping_pong_kernel` that spill no register.
-_PING_PONG = {
-    64: (
-        {"rows": 128, "streamed": 128, "stages": 2, "masked": 64},
-        {"rows": 128, "streamed": 128, "stages": 3, "masked": 64},
-    ),
-    128: (
-        {"rows": 128, "streamed": 128, "stages": 2, "masked": 32},
-        {"rows": 128, "streamed": 64, "stages": 4, "masked": 32},
-    ),
-}
+# For `candidates`, by head dim: keys per step, stages and keys per step under a mask, of which
+# `ping_pong_kernel` spills no register.
+_PING_PONG = {64: ((128, 2, 64), (128, 3, 64)), 128: ((128, 2, 32), (64, 4, 32))}
 
 
 def config_for(kernel: str, like: Tensor, head_dim: int, tile: int, packed: int = 0) -> Config:
@@ -157,8 +149,10 @@ def candidates(
     if generation(like.device) == 100 and kernel == "forward":
         near.append(base._replace(warps=4, warp_specialize=True))
     if kernel == "forward" and tile == 128 and packed <= tile and head_dim in _PING_PONG:
-        near += (base._replace(**shape, ping_pong=True) for shape in _PING_PONG[head_dim])
-        near = [c for c in near if not c.ping_pong or takes_ping_pong(c, like, head_dim)]
+        for streamed, stages, masked in _PING_PONG[head_dim]:
+            own = Config(128, streamed, base.warps, stages, base.tma, masked=masked, ping_pong=True)
+            if takes_ping_pong(own, like, head_dim):
+                near.append(own)
     large = (c for c in near if c.streamed >= 16 and c.rows >= 16)
     shape = like.dtype, like.device, head_dim, tile, packed
     yield from dict.fromkeys(_fitted(kernel, c, *shape) for c in large)

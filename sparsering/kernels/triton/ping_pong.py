@@ -344,6 +344,7 @@ def ping_pong_kernel(
         mbarrier.init(v_free.index(stage), count=2)
     for own in gl.static_range(2):
         mbarrier.init(turn.index(own), count=1)
+    fence_async_shared()  # so that copies by TMA see the barriers too
 
     descriptors = query_tiles, key_tiles, value_tiles
     queues = q, k, v, q_ready, k_ready, k_free, v_ready, v_free
