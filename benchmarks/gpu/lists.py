@@ -94,12 +94,21 @@ def without_waiting() -> Iterator[Row]:
            "error": largest(errors, BOUND, "a graph over lists")}  # fmt: skip
 
 
-def timed(heads: int, width: int, value_dim: int, slots: int) -> Iterator[Row]:
-    """Times one list for all heads, forward and with backward, beside dense attention."""
-    length = sized(16384, 64)
+def distinct(chosen: Tensor) -> int:
+    """Counts the pairs of lists [1, 1, length, slots]: a repeated key of a query is one pair."""
+    ordered = chosen.sort(-1).values
+    first = torch.ones_like(ordered, dtype=torch.bool)
+    first[..., 1:] = ordered[..., 1:] != ordered[..., :-1]
+    return int((first & (ordered >= 0)).sum())
+
+
+def timed(heads: int, width: int, value_dim: int, slots: int, length: int) -> Iterator[Row]:
+    """Times one list for all heads, forward and then with backward, beside dense attention."""
     args = args_of(heads, 1, length, width, value_dim)
     grad = torch.randn(1, heads, length, value_dim, device=DEVICE, dtype=HALF)
-    pattern = sr.SelectedBlocks(drawn(1, length, slots), 1) & sr.Causal()
+    chosen = drawn(1, length, slots)
+    pattern = sr.SelectedBlocks(chosen, 1) & sr.Causal()
+    share = distinct(chosen) / length**2
     calls: dict[str, Callable[[], Tensor]] = {
         "ours": partial(sr.attention, *args, pattern, backend="triton")
     }
@@ -122,7 +131,7 @@ def timed(heads: int, width: int, value_dim: int, slots: int) -> Iterator[Row]:
         case = "forward+backward" if backward else "forward"
         yield from ({**row, "case": case} for row in failed)
         for name, time in taken(running).items():
-            density = slots / length if name == "ours" else 1.0
+            density = share if name == "ours" else 1.0
             work = flops(heads, density * length**2, (width + value_dim) / 2, backward)
             yield {"backend": name, "case": case, "dtype": str(HALF)[6:], "tokens": length,
                    "heads": heads, "kv_heads": 1, "head_dim": width, "value_dim": value_dim,

@@ -44,9 +44,9 @@ class Part(NamedTuple):
 MAIN = [(128, 128), (64, 128), (128, 64), (64, 64)]
 if sized(False, True):
     MAIN = [(64, 64)] if STUB else [(16, 32)]
-LISTS = sized(
-    ((16, 128, 128, 512), (16, 128, 128, 2048), (128, 576, 512, 2048)),
-    ((2, 16, 16, 8), (2, 48, 32, 8)),
+LISTS = sized(  # heads, head dims of keys and of values, listed keys, tokens
+    ((16, 128, 128, 512, 16384), (16, 128, 128, 2048, 16384), (128, 576, 512, 2048, 4096)),
+    ((2, 16, 16, 8, 64), (2, 48, 32, 8, 64)),
 )
 NEW_MASKS = sized((128, 64), (32,))
 
@@ -174,12 +174,12 @@ PARTS: dict[str, Part] = {
         {_named(*shape): partial(shapes.share_of_dense, *shape) for shape in MAIN}, 60, 120,
     ),
     "lists": Part(
-        "One list of keys for all heads, 16384 tokens, beside dense attention: 16 heads of 128; "
-        "latents of 576 and 512, 128 heads.",
+        "One list of keys for all heads: 16 heads of 128, 16384 tokens, beside dense attention; "
+        "latents of 576 and 512, 128 heads, 4096 tokens. Rates count distinct keys.",
         {
             f"{heads} heads, D {width}, {slots} keys": partial(
-                lists.timed, heads, width, value_dim, slots)
-            for heads, width, value_dim, slots in LISTS
+                lists.timed, heads, width, value_dim, slots, tokens)
+            for heads, width, value_dim, slots, tokens in LISTS
         },
         60, 130,
     ),

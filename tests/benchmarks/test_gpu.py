@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import sparsering as sr
-from benchmarks.gpu import bars, calls, correctness, parts, running, table, timing
+from benchmarks.gpu import bars, calls, correctness, lists, parts, running, table, timing
 from benchmarks.measure import environment
 from benchmarks.report.page import report_page
 from sparsering.kernels import triton
@@ -143,6 +143,13 @@ def test_what_is_on_record_is_kept_of_the_same_sources_and_gpu_alone(odd, tmp_pa
     assert running.read(tmp_path / "none.json") is None
     (tmp_path / "cut.json").write_text('{"name": "gpu", "ru')
     assert running.read(tmp_path / "cut.json") is None
+
+
+def test_rates_over_lists_count_a_repeated_key_once_and_empty_slots_never():
+    assert lists.distinct(torch.tensor([[[[5, 2, 5, -1], [-1, -1, 0, 0]]]])) == 3
+    chosen = lists.drawn(1, 30, 16)
+    pattern = sr.SelectedBlocks(chosen, 1) & sr.Causal()
+    assert lists.distinct(chosen) == pattern.to_dense(30, 30).sum()
 
 
 def test_what_guards_gradients_knows_right_from_wrong():
