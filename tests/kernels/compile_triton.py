@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 import triton
+from machine_code import loop_spills
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
@@ -35,6 +36,10 @@ from sparsering.layouts.lists import Coordinates, ListedPairs, Lists
 from sparsering.patterns.algebra import Frame
 
 AMD = 0  # in place of a compute capability: an MI300, with the configs of 80
+SHARED_MEMORY = {  # bytes that a program may have
+    **{AMD: 65536, 80: 166912, 90: 232448, 100: 232448},
+    **{86: 101376, 89: 101376, 120: 101376},
+}
 TYPES = {
     torch.float32: "fp32",
     torch.float16: "fp16",
@@ -59,7 +64,8 @@ def launches(case: dict[str, Any], capability: int) -> list[tuple[Any, Any, dict
     for module in (backend, extra_arguments):
         module.processors = lambda device: 132
     for module in (configs, lists):
-        module.generation = lambda device: capability or 80
+        module.generation = lambda device: capability if capability in (90, 100) else 80
+        module.shared_memory = lambda device: SHARED_MEMORY[capability] - (2 << 10)
     if chosen := case.get("config"):  # as a tuning file has it, for the forward
         usual = backend.config_for
         backend.config_for = lambda kernel, *rest: (
@@ -203,6 +209,8 @@ def compiled(
             tool = triton.knobs.nvidia.cuobjdump.path
             command = [tool, "-sass", f"{path}.cubin"]
             overlapped = exponentials_during_products(subprocess.check_output(command, text=True))
+        spilled = sum(int(n) for n in re.findall(r"(\d+) bytes spill", told))
+        in_loops = loop_spills(Path(f"{path}.cubin")) if spilled else 0
     return {
         "kernel": kernel.__name__,
         "config": config and config._asdict(),
@@ -210,7 +218,8 @@ def compiled(
         "tma": bool(arguments.get("TMA")),
         "shared": made.metadata.shared,
         "registers": int(re.search(r"Used (\d+) registers", told)[1]),
-        "spilled": sum(int(n) for n in re.findall(r"(\d+) bytes spill", told)),
+        "spilled": spilled,
+        "loop_spills": in_loops,
         "serialized": "C7515" in told,  # ptxas makes each wgmma wait for the one before
         "wgmma": ptx.count("wgmma.mma_async"),
         "tcgen05": ptx.count("tcgen05.mma"),

@@ -10,9 +10,13 @@ import sys
 from pathlib import Path
 
 import pytest
+from machine_code import loop_spills_of
 
 SCRIPT = Path(__file__).with_name("compile_triton.py")
-SHARED_MEMORY = {80: 166912, 90: 232448, 100: 232448}  # bytes that a program may have
+SHARED_MEMORY = {  # bytes that a program may have
+    **{80: 166912, 90: 232448, 100: 232448},
+    **{86: 101376, 89: 101376, 120: 101376},
+}
 MAIN_KERNELS = {"forward_kernel", "query_kernel", "key_kernel"}
 EXTRAS = ["softcap", "distance_bias", "sink", "dropout_p", "dropout_seed", "key_mask"]
 
@@ -36,7 +40,7 @@ def assert_uses_the_hardware(made: dict, capability: int) -> None:
     assert made["shared"] <= SHARED_MEMORY[capability], made
     half = made["case"].get("dtype", "bfloat16") != "float32"
     if made["kernel"] in MAIN_KERNELS and half:
-        units = {80: "mma", 90: "wgmma", 100: "tcgen05"}[capability]
+        units = {90: "wgmma", 100: "tcgen05"}.get(capability, "mma")
         enough = made["rows"] >= 64  # for one such instruction
         assert not enough or made[units] > 0, made
         assert made["copies"] + made["bulk_copies"] > 0, made
@@ -109,11 +113,108 @@ def test_kernels_that_sum_in_order_spill_no_register(capability):
     for x in made:
         print(x["kernel"], x["case"], x["rows"], x["config"], x["registers"], x["shared"])
         assert_uses_the_hardware(x, capability)
-        assert x["spilled"] <= 32 and not x.get("loop_spills"), x
+        assert x["spilled"] <= 32 and x["loop_spills"] <= (4 if capability == 90 else 0), x
     for kernel in MAIN_KERNELS:
         for width in (64, 128):
             own = [x for x in made if x["kernel"] == kernel and x["case"]["head_dim"] == width]
             assert len({(x["rows"], str(x["config"])) for x in own}) == 1, own
+
+
+MANY = {"tokens": 36864, "pattern": "SlidingWindow(300)"}  # dK and dV loop over heads of a group
+GROUPS = {  # 8 heads on 2, by what SPILLS calls them; float32 has the same configs in order
+    "plain": {"heads": 8, "kv_heads": 2, **MANY},
+    "in order": {"heads": 8, "kv_heads": 2, "in_order": True},
+    "float32": {"heads": 8, "kv_heads": 2, "dtype": "float32", **MANY},
+}
+WIDE_80 = {
+    (192, "forward"): (72, 0), (192, "key"): (160, 4),
+    (256, "forward"): (72, 0), (256, "key"): (152, 8),
+}  # fmt: skip
+# Bytes that kernels spill, and those in their innermost loops, by capability, kind of call, head
+# dim and kernel. Cases that are not here spill none. Where a loop up to head dim 128 has some, a
+# config without them has more instructions for each pair.
+SPILLS: dict[tuple[int, str], dict[tuple[int, str], tuple[int, int]]] = {
+    (80, "plain"): {(64, "key"): (32, 0), **WIDE_80},
+    (80, "in order"): {(64, "key"): (32, 0), **WIDE_80},
+    (80, "float32"): {
+        (192, "forward"): (208, 64), (192, "query"): (560, 224), (192, "key"): (2136, 1448),
+        (256, "forward"): (208, 64), (256, "query"): (512, 196), (256, "key"): (2140, 1452),
+    },
+    (90, "plain"): {
+        (64, "key"): (244, 16), (128, "key"): (456, 20),
+        (192, "query"): (48, 0), (192, "key"): (348, 0),
+        (256, "forward"): (8, 0), (256, "key"): (464, 36),
+    },
+    (90, "in order"): {(128, "key"): (348, 4), (192, "key"): (348, 0), (256, "key"): (320, 0)},
+    (90, "float32"): {
+        (64, "key"): (240, 0),
+        (192, "forward"): (288, 120), (192, "query"): (672, 304), (192, "key"): (2288, 1520),
+        (256, "forward"): (288, 120), (256, "query"): (768, 384), (256, "key"): (2256, 1520),
+    },
+    (86, "plain"): {(64, "key"): (40, 0)},
+    (86, "in order"): {(64, "key"): (40, 0)},
+    (86, "float32"): {(64, "key"): (8, 0)},
+    (89, "plain"): {(64, "key"): (40, 0)},
+    (89, "in order"): {(64, "key"): (40, 0)},
+    (89, "float32"): {(64, "key"): (8, 0)},
+    (120, "plain"): {(64, "key"): (32, 0)},
+    (120, "in order"): {(64, "key"): (32, 0)},
+    (120, "float32"): {(64, "key"): (32, 0), (128, "query"): (24, 0)},
+    (100, "plain"): {
+        (64, "key"): (104, 0), (128, "key"): (288, 0),
+        (192, "key"): (2180, 0), (256, "key"): (1948, 0),
+    },
+    (100, "in order"): {
+        (64, "key"): (320, 0), (128, "forward"): (32, 0), (128, "key"): (644, 0),
+        (192, "key"): (2180, 0), (256, "key"): (2156, 0),
+    },
+    (100, "float32"): {
+        (64, "key"): (48, 0),
+        (192, "forward"): (288, 120), (192, "query"): (696, 300), (192, "key"): (2224, 1500),
+        (256, "forward"): (288, 120), (256, "query"): (696, 324), (256, "key"): (2192, 1500),
+    },
+}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", GROUPS)
+@pytest.mark.parametrize("capability", [80, 90, 100, 86, 89, 120])
+def test_groups_of_heads_spill_no_more_than_is_known(capability, kind):
+    """Also 32 heads on 1, for which dK and dV are compiled anew."""
+    widths = (64, 128, 192, 256) if capability in (80, 90, 100) else (64, 128)
+    cases = [{**GROUPS[kind], "head_dim": width} for width in widths]
+    cases.append({**GROUPS[kind], "heads": 32, "kv_heads": 1, "head_dim": 128})
+    made = [x for x in run(str(capability), *cases) if x["kernel"] in MAIN_KERNELS]
+    assert {x["kernel"] for x in made} == MAIN_KERNELS
+    bounds, more = SPILLS[capability, kind], []
+    for x in made:
+        assert_uses_the_hardware(x, capability)
+        of, found = x["case"], (x["spilled"], x["loop_spills"])
+        bound = bounds.get((of["head_dim"], x["kernel"].removesuffix("_kernel")), (0, 0))
+        print(x["kernel"], of["head_dim"], of["heads"], x["config"], x["registers"], *found)
+        if found[0] > bound[0] or found[1] > bound[1]:
+            more.append((x["kernel"], of["head_dim"], of["heads"], found, bound))
+    assert not more, more
+
+
+def test_spills_in_loops_are_told_from_those_around_them():
+    """A loop over tiles in one over heads; a block of waiting beyond both jumps back into them."""
+    lines = """
+        /*0000*/  STL.128 [R1], R4 ;
+        /*0010*/  LDL R0, [R1+0x10] ;
+        /*0020*/  LDL.64 R2, [R1+0x20] ;
+        /*0030*/  SYNCS.PHASECHK.TRANS64.TRYWAIT P0, [R3], R4 ;
+        /*0040*/  @!P0 BRA 0x90 ;
+        /*0050*/  HGMMA.64x128x16.F32.BF16 R24, gdesc[UR4], R24 ;
+        /*0060*/  @P1 BRA 0x20 ;
+        /*0070*/  @P2 BRA 0x10 ;
+        /*0080*/  EXIT ;
+        /*0090*/  STL [R1+0x30], R9 ;
+        /*00a0*/  BRA 0x50 ;
+        /*00b0*/  BRA 0xb0;
+    """
+    assert loop_spills_of(lines) == 8 + 4
+    assert loop_spills_of(lines.replace("HGMMA", "FADD")) == 0
 
 
 @pytest.mark.slow

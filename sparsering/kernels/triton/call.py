@@ -701,7 +701,8 @@ def _config_for(kernel: str, problem: Problem) -> Config:
     size, packed = problem.layout.block_size, packed_rows(kernel, problem)
     if problem.in_order:
         return in_order(kernel, problem.query.dtype, problem.query.device, head_dim)
-    config = config_for(kernel, problem.query, head_dim, size, packed)
+    heads = _heads_at_a_time(problem) if kernel == "key" else 1
+    config = config_for(kernel, problem.query, head_dim, size, packed, heads)
     # If loads wait for a key mask, Triton buffers one more step; wide heads leave no room for it.
     waits = head_dim > 256 and problem.key_mask is not None and kernel != "key"
     if waits or problem.distance_bias is not None or problem.coordinate_bias is not None:

@@ -57,23 +57,30 @@ _WIDE = {  # for head dims up to 512: sums for 64 rows would leave too few regis
     (90, "key"): (16, 64, 8, 2, 32),
 }
 _SINGLE = {  # for float32, by generation, for every kernel; products use tf32x3
-    80: ((32, 32, 8, 2), (32, 16, 8, 2), (16, 16, 8, 2)),
-    90: ((64, 32, 8, 2), (32, 16, 8, 2), (16, 16, 8, 2)),
+    80: ((32, 32, 8, 2), (16, 32, 8, 2), (16, 16, 8, 2)),
+    90: ((64, 32, 8, 2), (16, 32, 8, 2), (16, 16, 8, 2)),
 }
 # For `candidates`, by head dim: keys per step, stages and keys per step under a mask, of which
 # `ping_pong_kernel` spills no register.
 _PING_PONG = {64: ((128, 2, 64), (128, 3, 64)), 128: ((128, 2, 32), (64, 4, 32))}
 
 
-def config_for(kernel: str, like: Tensor, head_dim: int, tile: int, packed: int = 0) -> Config:
+def config_for(
+    kernel: str, like: Tensor, head_dim: int, tile: int, packed: int = 0, heads: int = 1
+) -> Config:
     """Returns the config that `sparsering tune` measured for such calls, else the default.
 
     `head_dim` is max(D, Dv), `tile` the block size and `packed` the result of `call.packed_rows`.
+    A program of dK and dV loops over `heads` query heads.
     """
     tuned, shape = measured.choices(like.device)["configs"], (head_dim, tile, packed)
     if tuned and (found := tuned.get(config_key(kernel, like.dtype, *shape))) is not None:
         return Config(*found)
-    return default(kernel, like.dtype, like.device, *shape)
+    chosen = default(kernel, like.dtype, like.device, *shape)
+    by_pointers = 128 < head_dim < 256 and like.itemsize < 4 and generation(like.device) == 90
+    if heads > 1 and by_pointers:  # 64 queries a step would spill many registers in the loop
+        return chosen._replace(streamed=min(32, chosen.streamed), masked=0)
+    return chosen
 
 
 @cache
