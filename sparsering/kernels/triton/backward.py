@@ -251,9 +251,9 @@ def query_kernel(
         place = ((batch * num_heads + heads) * num_slots + cut) * TILE + slot
         tl.store(piece + place[:, None] * HEAD_DIM + dim[None, :], dq, mask=kept)
         if LEARNS_PLACES:
-            number = tl.arange(0, PLACE_WIDTH)[None, :]
-            to_place = piece_places + place[:, None] * (DIMS + 1) + number
-            tl.store(to_place, dplace, mask=real[:, None] & (number <= DIMS))
+            column = tl.arange(0, PLACE_WIDTH)[None, :]
+            to_place = piece_places + place[:, None] * (DIMS + 1) + column
+            tl.store(to_place, dplace, mask=real[:, None] & (column <= DIMS))
     else:
         to_row = batch * elements(dq_batch, ALIGN) + heads * elements(dq_head, ALIGN)
         to_row += position.to(tl.int64) * HEAD_DIM
@@ -262,11 +262,11 @@ def query_kernel(
             dq += tl.load(to, mask=kept, other=0.0)
         tl.store(to, dq.to(grad_query.dtype.element_ty), mask=kept)
         if LEARNS_PLACES:
-            number = tl.arange(0, PLACE_WIDTH)[None, :]
+            column = tl.arange(0, PLACE_WIDTH)[None, :]
             to_row = batch * place_batch + heads * place_head
             to_row += position.to(tl.int64) * (DIMS + 1)
-            to_place = grad_places + to_row[:, None] + number
-            has = real[:, None] & (number <= DIMS)
+            to_place = grad_places + to_row[:, None] + column
+            has = real[:, None] & (column <= DIMS)
             if RUNNING:
                 dplace += tl.load(to_place, mask=has, other=0.0)
             tl.store(to_place, dplace, mask=has)
@@ -496,9 +496,9 @@ def key_kernel(
         to_piece = piece_value + place[:, None] * VALUE_DIM + value_dim[None, :]
         tl.store(to_piece, dv, mask=value_kept)
         if LEARNS_PLACES:
-            number = tl.arange(0, PLACE_WIDTH)[None, :]
-            to_place = piece_places + place[:, None] * DIMS + number
-            tl.store(to_place, dplace, mask=real[:, None] & (number < DIMS))
+            column = tl.arange(0, PLACE_WIDTH)[None, :]
+            to_place = piece_places + place[:, None] * DIMS + column
+            tl.store(to_place, dplace, mask=real[:, None] & (column < DIMS))
     else:
         to_row = batch * elements(dk_batch, ALIGN) + share * elements(dk_head, ALIGN)
         to_key = grad_key + (to_row + position.to(tl.int64) * HEAD_DIM)[:, None] + dim[None, :]
@@ -511,10 +511,10 @@ def key_kernel(
         tl.store(to_key, dk.to(grad_key.dtype.element_ty), mask=kept)
         tl.store(to_value, dv.to(grad_value.dtype.element_ty), mask=value_kept)
         if LEARNS_PLACES:
-            number = tl.arange(0, PLACE_WIDTH)[None, :]
+            column = tl.arange(0, PLACE_WIDTH)[None, :]
             to_row = batch * place_batch + share * place_head + position.to(tl.int64) * DIMS
-            to_place = grad_places + to_row[:, None] + number
-            has = real[:, None] & (number < DIMS)
+            to_place = grad_places + to_row[:, None] + column
+            has = real[:, None] & (column < DIMS)
             if RUNNING:
                 dplace += tl.load(to_place, mask=has, other=0.0)
             tl.store(to_place, dplace, mask=has)
