@@ -46,11 +46,12 @@ def masked() -> Callable[[], sr.Pattern]:
 
 TILES = Counter(forward_kernel=1, prepare_kernel=2, query_kernel=2, key_kernel=2)
 LISTS = Counter(list_forward_kernel=1, prepare_kernel=2, list_query_kernel=2, list_key_kernel=2)
+ROWS = Counter(list_rows_kernel=1)  # lists the keys of a selection without a slot bias, once
 # name: (pattern, options, launches of Triton kernels, most operators of torch)
 CASES: dict[str, tuple[Callable, Callable[[], dict[str, Any]], Counter, int]] = {
     "tiles": (lambda: lambda: WINDOW, dict, TILES, 450),
-    "lists": (listed, dict, LISTS, 870),
-    "a window beside lists": (beside_a_window, dict, TILES + LISTS, 1310),
+    "lists": (listed, dict, LISTS + ROWS, 740),
+    "a window beside lists": (beside_a_window, dict, TILES + LISTS + ROWS, 1120),
     "tiles with extras": (masked, extras, TILES + Counter(sum_diagonals_kernel=2), 1940),
     "lists with extras": (
         listed,
