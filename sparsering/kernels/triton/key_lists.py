@@ -92,8 +92,8 @@ def _bands(limit: Mask | None) -> tuple[Band, Band] | None:
 
     The refused band is empty if the limit has no `Not`.
     """
+    allowed: Band = (_FAR, _FAR)
     refused: Band = (-_FAR, -_FAR)
-    allowed: Band | None = _FAR, _FAR
     several = False
     for mask in limit.masks if isinstance(limit, And) else () if limit is None else (limit,):
         if isinstance(mask, Not):
