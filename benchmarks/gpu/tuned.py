@@ -49,7 +49,7 @@ def compile_ahead(width: int, block: int, share: int, shares: int) -> Iterator[R
     every = [
         (kernel, config)
         for kernel in configs.KERNELS
-        for config in configs.candidates(kernel, args[0], width, block)
+        for config in configs.candidates(kernel, args[0], width, block, ping_pong=True)
     ]
     for kernel, config in every[share::shares][: sized(None, 1)]:
         key = configs.config_key(kernel, HALF, width, block)
@@ -76,7 +76,8 @@ def _measured(width: int, block: int) -> Iterator[Row]:
     lines: list[str] = []
     tune.tune(
         "triton", pattern_of(block), tokens=sized(MAIN_TOKENS, 2 * block), num_heads=HEADS,
-        num_kv_heads=HEADS, head_dim=width, dtype=HALF, block_sizes=(block,), say=lines.append,
+        num_kv_heads=HEADS, head_dim=width, dtype=HALF, block_sizes=(block,), ping_pong=True,
+        say=lines.append,
     )  # fmt: skip
     like = inputs(1, 16, width)[0]
     for kernel in configs.KERNELS:

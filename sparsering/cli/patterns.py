@@ -46,6 +46,10 @@ def add_commands(commands: Commands) -> None:
     sizes = "sizes to measure (default: 64 and 128, without a GPU 32 too)"
     add("--block-sizes", type=positive, nargs="+", help=sizes)
     add("--backend", choices=("cpu", "triton"), help="default: triton if there is a GPU, else cpu")
+    two_groups = (
+        "on Hopper, also measure the forward kernel of two warp groups, which no GPU has run"
+    )
+    add("--ping-pong", action="store_true", help=two_groups)
 
 
 def _plot(arguments: argparse.Namespace) -> int:
@@ -129,6 +133,7 @@ def _tune(arguments: argparse.Namespace) -> int:
         head_dim=arguments.head_dim or (128 if gpu else 64),
         dtype=getattr(torch, arguments.dtype or ("bfloat16" if gpu else "float32")),
         block_sizes=arguments.block_sizes or ((64, 128) if gpu else (32, 64, 128)),
+        ping_pong=arguments.ping_pong,
     )
     print(f"Wrote {path}")
     return 0

@@ -47,6 +47,7 @@ def tune(
     head_dim: int,
     dtype: torch.dtype,
     block_sizes: Sequence[int],
+    ping_pong: bool = False,
     say: Callable[[str], None] | None = None,
 ) -> Path:
     """Measures candidates and saves the fastest to disk; returns the file.
@@ -56,6 +57,7 @@ def tune(
         pattern: pattern of the measured calls, which have `tokens` tokens and one batch entry.
         block_sizes: candidates; the fastest becomes the pattern's default. On "triton", a single
             candidate is not saved, only the configs are.
+        ping_pong: also measure `ping_pong_kernel`, on Hopper; a fault of it could hang the GPU.
         say: receives a line of text for each measurement; default prints it.
 
     Raises: NotImplementedError if the kernels cannot run; ValueError for a pattern's other length.
@@ -83,7 +85,7 @@ def tune(
                 layout=layout, query=query, key=key, value=value, scale=head_dim**-0.5
             )
             if backend == "triton":
-                _choose_configs(problem, grad, chosen, turns)
+                _choose_configs(problem, grad, chosen, turns, ping_pong=ping_pong)
             steps[size] = partial(_forward_and_backward, kernel, problem, grad)
         with configs.trial(chosen, device) if chosen else nullcontext():
             best = turns.fastest("block size", steps)
@@ -98,7 +100,12 @@ def _forward_and_backward(kernel: ModuleType, problem: Problem, grad: Tensor) ->
 
 
 def _choose_configs(
-    problem: Problem, grad: Tensor, chosen: dict[str, Config], turns: "_Turns"
+    problem: Problem,
+    grad: Tensor,
+    chosen: dict[str, Config],
+    turns: "_Turns",
+    *,
+    ping_pong: bool,
 ) -> None:
     """Finds the fastest config of each Triton kernel at one block size, and adds it to `chosen`."""
     query, size = problem.query, problem.layout.block_size
@@ -114,7 +121,7 @@ def _choose_configs(
     for kernel in configs.KERNELS:
         shape = query.shape[3], size, triton.packed_rows(kernel, problem)
         key = configs.config_key(kernel, query.dtype, *shape)
-        candidates = configs.candidates(kernel, query, *shape)
+        candidates = configs.candidates(kernel, query, *shape, ping_pong=ping_pong)
         runs = {config: partial(run, kernel, key, config) for config in candidates}
         chosen[key] = turns.fastest(key, runs)
 

@@ -68,7 +68,9 @@ class Moved(calls.Call):
             if not b.numel():
                 continue
             error, allowed = ((x.double() - b).square().mean().sqrt() for x in (a, c))
-            assert not error > 4 * allowed + 32 * torch.finfo(dtype).eps * size, (
+            # a number of a distance table sums over all rows, which cancel to 0 for a single number
+            rows = self.scene.q_len if [*tensors][number : number + 1] == ["distance_bias"] else 1
+            assert not error > 4 * allowed + 32 * torch.finfo(dtype).eps * size * rows**0.5, (
                 f"{what}: error {error:.2e}, of dense attention {allowed:.2e}, size {size:.2e}"
             )
 

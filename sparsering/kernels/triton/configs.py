@@ -136,9 +136,12 @@ def in_order(kernel: str, dtype: torch.dtype, device: torch.device, head_dim: in
 
 
 def candidates(
-    kernel: str, like: Tensor, head_dim: int, tile: int, packed: int = 0
+    kernel: str, like: Tensor, head_dim: int, tile: int, packed: int = 0, *, ping_pong: bool = False
 ) -> Iterator[Config]:
-    """Yields the default config and similar ones, for `tune` to measure."""
+    """Yields the default config and similar ones, for `tune` to measure.
+
+    With `ping_pong`, also those of `ping_pong_kernel` where it runs.
+    """
     base = default(kernel, like.dtype, like.device, head_dim, tile, packed)
     near = [
         base,
@@ -155,7 +158,8 @@ def candidates(
         near.append(base._replace(tma=False))
     if generation(like.device) == 100 and kernel == "forward":
         near.append(base._replace(warps=4, warp_specialize=True))
-    if kernel == "forward" and tile == 128 and packed <= tile and head_dim in _PING_PONG:
+    whole = tile == 128 and packed <= tile and head_dim in _PING_PONG
+    if ping_pong and kernel == "forward" and whole:
         for streamed, stages, masked in _PING_PONG[head_dim]:
             own = Config(128, streamed, base.warps, stages, base.tma, masked=masked, ping_pong=True)
             if takes_ping_pong(own, like, head_dim):
