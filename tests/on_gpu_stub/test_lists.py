@@ -14,6 +14,10 @@ from torch import Tensor
 
 import sparsering as sr
 from sparsering.kernels.triton import lists
+from sparsering.kernels.triton.key_lists import list_keys
+from sparsering.layouts.lists import ListedPairs
+from sparsering.patterns.algebra import Frame
+from sparsering.patterns.blocks import Owned
 
 FORWARD = Counter(list_rows_kernel=1, list_forward_kernel=1)
 BACKWARD = Counter(prepare_kernel=1, list_query_kernel=1, list_key_kernel=1)
@@ -75,6 +79,23 @@ def test_another_number_of_queries_keys_or_slots_compiles_nothing(hopper, heads,
         for tokens in (300, 700):
             call_of(tokens, heads=heads)()
     assert counts.triton == 2 * launches and not counts.compiles and not counts.syncs, counts
+
+
+def test_indices_of_another_alignment_have_a_kernel_of_their_own(hopper):
+    table, valid = indices(65, 33, 1), torch.ones(1, 65, dtype=torch.bool, device="cuda")
+    frame = Frame.build(64, 64, 4, 2, None)
+
+    def launched(first: int, last: int) -> None:
+        selection = sr.SelectedBlocks(Owned(table[:, :, first : first + 64]), 1)
+        assert list_keys(ListedPairs(selection), frame, valid[:, last : last + 64], 0) is not None
+
+    launched(0, 0)
+    with counted() as counts:
+        launched(0, 0)
+        assert not counts.compiles
+        launched(1, 0)
+        launched(0, 1)
+    assert counts.compiles == 2 * ["list_rows_kernel"], counts
 
 
 def test_queries_in_parts_launch_two_kernels_more_for_each(hopper, monkeypatch):

@@ -80,8 +80,8 @@ def _listed(
         "left": left, "right": right, "near_left": near_left, "near_right": near_right,
     }  # fmt: skip
     kind = (
-        "keys of lists", shape, padded, selection.row_size, selection.block_size, valid is None,
-        table.device,
+        "keys of lists", shape, padded, selection.row_size, selection.block_size, table.device,
+        *(None if x is None else x.data_ptr() % 16 for x in (table, valid)),
     )  # fmt: skip
     launch(kept(kind, build, table.device), of_call, table.device)
     return Lists(keys=keys, branch=branch, counts=counts)
