@@ -380,14 +380,11 @@ def lists_of(
                 at = _of_queries(coordinates, queries, of_group, frame.kv_len)
             listed = []
             for source in of_branch:
-                own_lists = None
+                by_kernel = None
                 if list_keys is not None and of_group is None and not has_slot_bias:
-                    own_lists = list_keys(source, frame, valid, number)
-                if own_lists is None:
-                    own_lists = _list_keys(
-                        source, frame, of_group, valid, number, has_slot_bias, beside
-                    )
-                listed.append(own_lists)
+                    by_kernel = list_keys(source, frame, valid, number)
+                by_torch = source, frame, of_group, valid, number, has_slot_bias, beside
+                listed.append(by_kernel or _list_keys(*by_torch))
             joined = listed[0] if len(listed) == 1 else _joined(listed)
             found.append(joined._replace(coordinates=at, queries=queries))
     return Mixture(tuple(branches)) if len(branches) > 1 else branches[0], tuple(found)

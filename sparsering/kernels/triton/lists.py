@@ -91,9 +91,9 @@ def attend_lists(
         piece_lse = lse.new_empty(rows, pieces)
         piece_out = lse.new_empty(rows, pieces, out.shape[3])
     tensors = {
-        **_tensors(problem, listed),
-        **{"out": out, "lse": lse, "piece_out": piece_out, "piece_lse": piece_lse},
-    }
+        **_tensors(problem, listed), "out": out, "lse": lse,
+        "piece_out": piece_out, "piece_lse": piece_lse,
+    }  # fmt: skip
 
     def build() -> list[Launch]:
         fixed = _fixed(problem, listed)
