@@ -77,6 +77,8 @@ def launches(case: dict[str, Any], capability: int) -> list[tuple[Any, Any, dict
     query = torch.randn(1, heads, case.get("queries", length), head_dim, dtype=dtype)
     key = torch.randn(1, kv_heads, length, head_dim, dtype=dtype)
     value = torch.randn(1, kv_heads, length, case.get("value_dim", head_dim), dtype=dtype)
+    if case.get("values_in_keys"):
+        value = key[..., : value.shape[3]]
     pattern = eval(case.get("pattern", "Causal()"), vars(sr))
     layout = pattern.layout(
         query.shape[2], length, num_heads=heads, num_kv_heads=kv_heads, block_size=tile

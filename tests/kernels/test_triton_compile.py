@@ -388,6 +388,13 @@ LIST_KERNELS = {"list_forward_kernel", "list_query_kernel", "list_key_kernel"}
 OF_ITEMS = {"list_item_kernel", "list_sum_kernel"}
 
 
+def outside_loops(made: dict) -> int:
+    """Bytes that a kernel over lists may spill outside its loops: sums of 32 items of latents."""
+    config = made["config"]
+    of_items = made["kernel"] == "list_item_kernel" and made["case"].get("dtype") != "float32"
+    return 136 if of_items and config["rows"] == 16 and config["streamed"] == 32 else 0
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("capability", [80, 90, 100])
 def test_lists_of_keys_spill_no_register_without_extras(capability):
@@ -398,6 +405,7 @@ def test_lists_of_keys_spill_no_register_without_extras(capability):
         *({"list": 2048, "heads": 8, "head_dim": width} for width in (64, 128, 256)),
         {"list": 2048, "heads": 64, "kv_heads": 1},
         {**latents, "heads": 128},
+        {**latents, "heads": 128, "values_in_keys": True},
         {**latents, "heads": 128, "queries": 1},
         {**latents, "heads": 16, "dtype": "float32"},
         {"list": 20, "head_dim": 72, "dtype": "float16"},
@@ -409,7 +417,8 @@ def test_lists_of_keys_spill_no_register_without_extras(capability):
     for x in made:
         assert x["shared"] <= SHARED_MEMORY[capability], x
         own = x["kernel"].startswith("list_")
-        assert not own or x["spilled"] <= (16 if "extras" in x["case"] else 0), x
+        assert not own or x["spilled"] <= (16 if "extras" in x["case"] else outside_loops(x)), x
+        assert not x["loop_spills"] or "extras" in x["case"], x
         if x["kernel"] in (LIST_KERNELS | OF_ITEMS) - {"list_key_kernel", "list_sum_kernel"}:
             assert x["mma"] + x["wgmma"] + x["tcgen05"] > 0, x
             assert x["copies"] > 0 or x["case"].get("dtype") == "float32", x
@@ -446,7 +455,8 @@ def test_items_of_lists_spill_no_register(capability):
     for x in made:
         assert x["shared"] <= SHARED_MEMORY[capability], x
         wide = x["case"]["dtype"] == "float32" and x["case"]["head_dim"] == 256
-        assert x["spilled"] <= (72 if wide and "extras" in x["case"] else 0), x
+        assert x["spilled"] <= (72 if wide and "extras" in x["case"] else outside_loops(x)), x
+        assert not x["loop_spills"] or (wide and "extras" in x["case"]), x
         assert x["kernel"] != "list_item_kernel" or x["mma"] + x["wgmma"] + x["tcgen05"] > 0, x
 
 

@@ -570,7 +570,6 @@ def list_item_kernel(
     REST: tl.constexpr, VALUE_DIM: tl.constexpr, PADDED_VALUE_DIM: tl.constexpr,
     ALIGN: tl.constexpr, BIASED: tl.constexpr, CAPPED: tl.constexpr, DISTANCES: tl.constexpr,
     DROPPING: tl.constexpr, PLACED: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
-    SHARED: tl.constexpr,
 ):
     """Writes dK and dV of each item of some queries' lists, summed over the heads of the list.
 
@@ -594,7 +593,8 @@ def list_item_kernel(
     v_rows = value + batch * elements(v_batch, ALIGN) + kv_head * elements(v_head, ALIGN)
     v_rows += token * elements(v_token, ALIGN)
     k = _rows_of(k_rows, there, HEAD_DIM, PADDED_DIM)
-    v = k if SHARED else _rows_of(v_rows, there, VALUE_DIM, PADDED_VALUE_DIM)
+    # also where values are in the keys: rows with two uses would be kept in registers
+    v = _rows_of(v_rows, there, VALUE_DIM, PADDED_VALUE_DIM)
     dk = tl.zeros([KEYS, PADDED_DIM], tl.float32)
     dv = tl.zeros([KEYS, PADDED_VALUE_DIM], tl.float32)
     if REST:

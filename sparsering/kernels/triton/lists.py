@@ -512,14 +512,15 @@ def _config_of_items(problem: Problem, listed: DeviceLists) -> Config:
     if single:
         rows, keys, warps = ((16, 32, 4), (16, 16, 8), (16, 16, 8), (16, 16, 8))[size]
     else:
-        rows, keys, warps = ((32, 64, 4), (32, 64, 8), (32, 32, 8), (32, 16, 8))[size]
+        rows, keys, warps = ((32, 64, 4), (32, 64, 8), (32, 32, 8), (16, 32, 8))[size]
+    most = _most_keys(problem, listed)
+    wide = not single and size == 3
     if _has_extras(problem):
-        keys = min(keys, 32)
+        rows, most = (32, 16) if wide else (rows, min(most, 32))
     rows = min(rows, max(16, power_of_2(query.shape[1] // listed.heads)))
-    keys = min(keys, _most_keys(problem, listed))
-    chosen = Config(rows=rows, streamed=keys, warps=warps, stages=2)
+    chosen = Config(rows=rows, streamed=min(keys, most), warps=warps, stages=2)
     if _shared_bytes_of_items(problem, chosen) > shared_memory(device):
-        chosen = chosen._replace(rows=16)
+        chosen = chosen._replace(rows=16, streamed=16 if wide else chosen.streamed)
     return chosen
 
 
