@@ -16,7 +16,7 @@ from helpers import device_runs
 from torch import Tensor
 
 import sparsering as sr
-from sparsering.kernels.triton.configs import config_for
+from sparsering.kernels.triton.configs import config_for, in_order
 from sparsering.kernels.triton.launch import Launch
 from sparsering.kernels.triton.lists import sums_heads_first
 
@@ -408,6 +408,19 @@ def test_small_cards_take_the_tiles_of_an_a100_wherever_they_fit(capability):
         assert configs(128) == [large[128][0], (64, 64, 8, 2), (64, 64, 8, 2)]
         assert configs(256) == [large[256][0], (64, 16, 8, 2), (64, 16, 8, 2)]
         assert configs(512) == 3 * [(16, 32, 8, 2)] != large[512]
+
+
+def test_wide_heads_in_order_leave_room_for_a_mask_and_distances():
+    def configs() -> list[tuple[int, ...]]:
+        device = torch.device("cuda", torch.cuda.current_device())
+        return [in_order(x, BF16, device, 512)[:4] for x in ("forward", "query", "key")]
+
+    for capability in (90, 100):
+        with gpu(capability):
+            assert configs() == [(32, 32, 8, 2), (32, 32, 8, 2), (16, 32, 8, 2)]
+    for capability in (80, 86):
+        with gpu(capability):
+            assert configs()[1] == (16, 16, 8, 2)
 
 
 def test_such_a_tile_is_launched():

@@ -122,7 +122,7 @@ def in_order(kernel: str, dtype: torch.dtype, device: torch.device, head_dim: in
     chosen = default(kernel, dtype, device, head_dim, KEYS_IN_ORDER)
     step = min(chosen.masked or chosen.streamed, KEYS_IN_ORDER)
     chosen = chosen._replace(streamed=step, masked=0, tma=False, warp_specialize=False)
-    if head_dim <= 256 or generation(device) != 80:
+    if head_dim <= 256:
         return chosen
     width = power_of_2(head_dim)
     while chosen.rows > 16 or chosen.streamed > 16:
@@ -130,7 +130,7 @@ def in_order(kernel: str, dtype: torch.dtype, device: torch.device, head_dim: in
         needed = _shared_bytes(kernel, more, 80, width) * dtype.itemsize
         if needed + 12 * chosen.rows * chosen.streamed <= shared_memory(device):  # and of options
             break
-        name = "rows" if chosen.rows > 16 else "streamed"
+        name = "rows" if chosen.rows > 16 and chosen.rows >= chosen.streamed else "streamed"
         chosen = chosen._replace(**{name: getattr(chosen, name) // 2})
     return chosen
 
