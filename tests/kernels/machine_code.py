@@ -1,4 +1,4 @@
-"""What a compiled kernel's machine code says of its loops, read with Triton's own `cuobjdump`."""
+"""Reads a compiled kernel's machine code, by Triton's own `cuobjdump`: what its loops do."""
 
 import re
 import subprocess
