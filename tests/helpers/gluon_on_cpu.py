@@ -283,7 +283,7 @@ class Descriptor:
 
 
 class Language:
-    """What kernels use of `triton.language`, `gluon.language` and the functions for Hopper."""
+    """Stands for what kernels use of `triton.language`, `gluon.language` and Hopper's functions."""
 
     int32, int64, uint32 = torch.int32, torch.int64, torch.int64
     float32 = torch.float32
