@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 import sparsering as sr
+from sparsering.ground.rows import first_in_row
 
 from ..measure import Row
 from .calls import BOUND, exact
@@ -96,10 +97,7 @@ def without_waiting() -> Iterator[Row]:
 
 def distinct(chosen: Tensor) -> int:
     """Counts the pairs of lists [1, 1, length, slots]: a repeated key of a query is one pair."""
-    ordered = chosen.sort(-1).values
-    first = torch.ones_like(ordered, dtype=torch.bool)
-    first[..., 1:] = ordered[..., 1:] != ordered[..., :-1]
-    return int((first & (ordered >= 0)).sum())
+    return int(first_in_row(chosen, torch.iinfo(chosen.dtype).max).sum())
 
 
 def timed(heads: int, width: int, value_dim: int, slots: int, length: int) -> Iterator[Row]:

@@ -1,5 +1,7 @@
 """Lists the keys of a selection in the order that the kernels over lists read, in one launch."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -92,39 +94,26 @@ def _bands(limit: Mask | None) -> tuple[Band, Band] | None:
 
     The refused band is empty if the limit has no `Not`.
     """
-    allowed: Band = (_FAR, _FAR)
-    refused: Band = (-_FAR, -_FAR)
-    several = False
-    for mask in limit.masks if isinstance(limit, And) else () if limit is None else (limit,):
-        if isinstance(mask, Not):
-            band = _band(mask.mask)
-            if band is None or several:
-                return None
-            refused, several = band, True
-        elif (band := _band(mask)) is None:
+    parts = limit.masks if isinstance(limit, And) else () if limit is None else (limit,)
+    refused = [x.mask for x in parts if isinstance(x, Not)]
+    allowed = _band([x for x in parts if not isinstance(x, Not)])
+    left_out = _band(refused) if refused else (-_FAR, -_FAR)
+    return None if allowed is None or left_out is None or len(refused) > 1 else (allowed, left_out)
+
+
+def _band(masks: Sequence[Mask]) -> Band | None:
+    """Returns the band of keys that all of some masks allow; None for masks of another kind."""
+    left, right = _FAR, _FAR
+    for mask in masks:
+        own: Band | None = None
+        match mask:
+            case Causal():
+                own = _FAR, 0
+            case SlidingWindow(before, after, 1):
+                own = _FAR if before is None else before, _FAR if after is None else after
+            case And(inner):
+                own = _band(inner)
+        if own is None:
             return None
-        else:
-            allowed = _narrower(allowed, band)
-    return allowed, refused
-
-
-def _band(mask: Mask) -> Band | None:
-    """Returns the band of keys that a mask allows; None for masks of another kind."""
-    match mask:
-        case Causal():
-            return _FAR, 0
-        case SlidingWindow(left, right, 1):
-            return _FAR if left is None else left, _FAR if right is None else right
-        case And(masks):
-            band: Band = (_FAR, _FAR)
-            for part in masks:
-                if (own := _band(part)) is None:
-                    return None
-                band = _narrower(band, own)
-            return band
-    return None
-
-
-def _narrower(some: Band, other: Band) -> Band:
-    """Returns the band of keys that are in both of two bands."""
-    return min(some[0], other[0]), min(some[1], other[1])
+        left, right = min(left, own[0]), min(right, own[1])
+    return left, right
